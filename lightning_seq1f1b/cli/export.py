@@ -1,0 +1,105 @@
+"""`lightning-seq1f1b export`: a checkpoint of `CausalLM` as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_seq1f1b.cli.causal_lm import CONFIG_KEY
+
+MODEL_PREFIX = "model."
+"""How `CausalLM` names its model, and so how the names of the model's weights begin in a checkpoint."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments after its name; returns the process's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-seq1f1b export",
+        description="Write a checkpoint of CausalLM as a directory for AutoModelForCausalLM.from_pretrained.",
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file that the Trainer wrote")
+    parser.add_argument("--output", type=Path, required=True, help="the directory to write; new, or empty")
+    parser.add_argument(
+        "--tokenizer", help="path or name of the tokenizer to put beside it; the one of the training data by default"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        tokenizer = export(arguments.checkpoint, arguments.output, arguments.tokenizer)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{arguments.output}: model and " + (f"tokenizer of {tokenizer}" if tokenizer else "no tokenizer"))
+    return 0
+
+
+def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> str | None:
+    """Write the model in a checkpoint as config, safetensors and tokenizer files.
+
+    Nothing in the file is executed: it is read with `weights_only=True`. The weights keep their dtype.
+
+    Args:
+        checkpoint: a full checkpoint of `CausalLM`.
+        output: the directory to write.
+        tokenizer: path or name of the tokenizer; by default what `LongDocuments` recorded in the checkpoint.
+
+    Returns:
+        The tokenizer that was written; None when none was given or recorded.
+
+    Raises:
+        ValueError: The file is no such checkpoint, a weight is missing or unknown, the tokenizer cannot be loaded, or
+            the directory has files in it.
+    """
+    from transformers import AutoTokenizer
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already: choose a new or empty directory for output")
+    content = _read(checkpoint)
+    model = _model(content[CONFIG_KEY], content["state_dict"], checkpoint)
+    name = tokenizer or content.get("datamodule_hyper_parameters", {}).get("tokenizer")
+    if name is not None:
+        try:
+            loaded = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the tokenizer '{name}' cannot be loaded; give another as tokenizer: {error}") from error
+        loaded.save_pretrained(output)
+    model.save_pretrained(output)
+    return name
+
+
+def _read(checkpoint: Path) -> Mapping[str, Any]:
+    if not checkpoint.is_file():
+        raise ValueError(f"the checkpoint {checkpoint} is not a file")
+    try:
+        # mmap: the optimizer's state, two thirds of the file, is never read.
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{checkpoint} is not a checkpoint that can be read safely: {error}") from error
+    if not isinstance(content, Mapping) or not {CONFIG_KEY, "state_dict"} <= content.keys():
+        raise ValueError(
+            f"{checkpoint} was not written by CausalLM: it lacks the entry '{CONFIG_KEY}'. For a module of your own, "
+            "load it and call save_pretrained on its model"
+        )
+    return content
+
+
+def _model(config: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor], checkpoint: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    auto_model: Any = AutoModelForCausalLM
+    # On the meta device, so that the checkpoint's tensors become the weights and nothing is held twice.
+    with torch.device("meta"):
+        model = auto_model.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+    weights = {name.removeprefix(MODEL_PREFIX): value for name, value in state_dict.items()}
+    missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    if missing or unknown:
+        raise ValueError(
+            f"{checkpoint} does not hold the weights of its {config['model_type']} model: missing {missing}, "
+            f"unknown {unknown}"
+        )
+    # Assigning undid the sharing of tied weights; both names have the same values in the checkpoint.
+    model.tie_weights()
+    return model

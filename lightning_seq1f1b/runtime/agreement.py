@@ -1,0 +1,70 @@
+"""Makes sure that all pipeline ranks of a replica hold the same batch before any of it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The multipliers of splitmix64 as signed integers.
+_ODD = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+Fingerprint = dict[str, tuple[tuple[int, ...], str, int]]
+"""Shape, dtype and checksum of every tensor of a batch."""
+
+
+class BatchMismatchError(ValueError):
+    """The pipeline ranks of one replica were given different batches."""
+
+
+def fingerprint(batch: Mapping[str, Tensor]) -> Fingerprint:
+    """What two batches are compared by; the checksum depends on every element and its place."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype), _checksum(tensor)) for name, tensor in batch.items()}
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.detach().flatten()
+    if flat.is_floating_point():
+        flat = flat.double().view(torch.int64)
+    places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
+    # Each element is mixed with its place before the sum, or swaps and small integers would cancel (integers wrap).
+    mixed = (flat.to(torch.int64) * _ODD[0]) ^ (places * _ODD[1])
+    for odd in _ODD:
+        mixed = (mixed ^ (mixed >> 29)) * odd
+    return int(mixed.sum())
+
+
+def check_same_batch(batch: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Compare this rank's batch with those of the other pipeline ranks.
+
+    Args:
+        batch: what this rank will cut.
+        group: the pipeline's control group.
+
+    Raises:
+        BatchMismatchError: on every rank alike, naming the entry that differs and what each rank holds.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    seen: list[Fingerprint] = [{} for _ in range(size)]
+    dist.all_gather_object(seen, fingerprint(batch), group=group)
+    for name in sorted({name for one in seen for name in one}):
+        entries = [one.get(name) for one in seen]
+        if any(entry != entries[0] for entry in entries):
+            held = "; ".join(f"rank {rank}: {_describe(entry)}" for rank, entry in enumerate(entries))
+            raise BatchMismatchError(
+                f"the pipeline ranks of one replica hold different batches: {name!r} is {held}. All stages must "
+                "see the same samples in the same order: do not shard or shuffle a dataset by rank, seed what is "
+                "random, or let the first stage hand its batch to the others with "
+                "Seq1F1BStrategy(broadcast_batch=True)"
+            )
+
+
+def _describe(entry: tuple[tuple[int, ...], str, int] | None) -> str:
+    if entry is None:
+        return "missing"
+    shape, dtype, checksum = entry
+    return f"{list(shape)} {dtype.removeprefix('torch.')} (checksum {checksum & 0xFFFFFFFF:08x})"

@@ -1,0 +1,58 @@
+"""What the executor asks of a stage: run one chunk forward, and own the state its microbatch carries along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
+
+
+class MicrobatchState(Protocol):
+    """What a microbatch leaves on a stage from chunk to chunk: keys and values, their gradients, recurrent states."""
+
+    def carried(self, chunk: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Values that `chunk` handed to later chunks through autograd, and the gradients those chunks left for them.
+
+        Keys and values need no entry here: their gradients travel inside the KV buffer. Recurrent states do. Called
+        right before the backward of `chunk`; the tensors are extra roots of that one autograd call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free every buffer. Called right after the backward of chunk 0, or after the last chunk's forward-only run."""
+        ...
+
+
+class Stage(Protocol):
+    """Consecutive layers of a model, as the executor sees them."""
+
+    @property
+    def index(self) -> int:
+        """Position among the stages, 0 first."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole model."""
+        ...
+
+    def open(self, microbatch: Microbatch, *, training: bool) -> MicrobatchState:
+        """Make the state of a microbatch; called before its chunk 0. Gradients are wanted when `training`."""
+        ...
+
+    def forward(self, chunk: Chunk, hidden: Tensor | None, state: MicrobatchState) -> Tensor:
+        """Run one chunk.
+
+        Args:
+            chunk: the chunk's tokens, positions, mask and shifted labels.
+            hidden: output of the previous stage, [rows, tokens, hidden size]; None on the first stage.
+            state: what `open` made for the chunk's microbatch.
+
+        Returns:
+            The hidden states for the next stage, [rows, tokens, hidden size]; on the last stage the chunk's loss, a
+            scalar: the sum of its tokens' losses divided by `chunk.loss_denominator`.
+        """
+        ...

@@ -1,0 +1,105 @@
+"""Which process is which stage of which replica, and the process groups that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Pipeline ranks of one replica are neighbours: rank = replica * num_stages + pipeline rank.
+
+    Neighbouring stages so share a node wherever the launcher numbers ranks node by node.
+
+    Args:
+        rank: this process among all.
+        world_size: number of processes.
+        num_stages: pipeline ranks of one replica.
+
+    Raises:
+        ValueError: when the processes do not divide into whole pipelines.
+    """
+
+    rank: int
+    world_size: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages must be at least 1, not {self.num_stages}")
+        if self.world_size % self.num_stages:
+            raise ValueError(
+                f"{self.world_size} processes do not divide into pipelines of {self.num_stages} stages: make devices x "
+                f"num_nodes a multiple of num_stages, or choose num_stages among the divisors of {self.world_size}"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of full pipelines; each sees its own data."""
+        return self.world_size // self.num_stages
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The place of this process in its pipeline."""
+        return self.rank % self.num_stages
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this process belongs to."""
+        return self.rank // self.num_stages
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Ranks of this replica's processes, by pipeline rank."""
+        first = self.replica * self.num_stages
+        return tuple(range(first, first + self.num_stages))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one process.
+
+    Attributes:
+        pipeline: the replica's processes.
+        forward: the same processes; carries activations. Each direction has a group of its own, because messages
+            between two ranks carry no tag on NCCL and so match in order: with two ranks, the previous and the next
+            rank are the same peer.
+        backward: the same processes; carries gradients.
+        control: the same processes, always over gloo on the CPU; carries small objects and checkpoints.
+        replica: the processes of all replicas that hold the same stage.
+        ends: first and last pipeline rank of the replica, which share tied embeddings.
+    """
+
+    pipeline: dist.ProcessGroup
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    control: dist.ProcessGroup
+    replica: dist.ProcessGroup
+    ends: dist.ProcessGroup
+
+
+def make_groups(topology: Topology, timeout: timedelta) -> Groups:
+    """Create every group on every process in one order, as `torch.distributed.new_group` requires."""
+    mine: dict[str, dist.ProcessGroup] = {}
+
+    def add(name: str, ranks: tuple[int, ...], backend: str | None = None) -> None:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if topology.rank in ranks:
+            mine[name] = group
+
+    stages, world = topology.num_stages, topology.world_size
+    for first in range(0, world, stages):
+        pipeline = tuple(range(first, first + stages))
+        add("pipeline", pipeline)
+        add("forward", pipeline)
+        add("backward", pipeline)
+        add("control", pipeline, "gloo")
+        ends = tuple(sorted({pipeline[0], pipeline[-1]}))
+        add("ends", ends)
+    for stage in range(stages):
+        add("replica", tuple(range(stage, world, stages)))
+    mine.setdefault("ends", mine["pipeline"])
+    return Groups(**mine)

@@ -1,0 +1,141 @@
+"""Where to cut a row into chunks: equal tokens, equal work, or the user's own lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+from lightning_seq1f1b.schedule.costs import ModelShape, head_flops, layer_flops
+from lightning_seq1f1b.schedule.spans import Span, spans
+from lightning_seq1f1b.schedule.suggest import unknown
+
+Partition: TypeAlias = str | Sequence[int]
+"""How to cut: "even", "balanced", or the chunks' lengths in tokens."""
+
+ChunkCost: TypeAlias = Callable[[int, int], float]
+"""(start, stop) -> cost of the tokens `start` to `stop` of a row, given everything before them."""
+
+_NAMES = ("even", "balanced")
+
+
+def partition(spec: Partition, length: int, num_chunks: int, shape: ModelShape, multiple: int = 1) -> tuple[Span, ...]:
+    """Cut a row as the user asks.
+
+    Args:
+        spec: "even", "balanced", or the length of every chunk.
+        length: tokens of the row.
+        num_chunks: chunks to make.
+        shape: the architecture, whose FLOPs "balanced" equalises.
+        multiple: what "balanced" rounds to, see `balanced`.
+
+    Raises:
+        ValueError: for an unknown name, lengths that do not make `num_chunks` non-empty chunks of the row, or more
+            chunks than tokens.
+    """
+    if isinstance(spec, str):
+        if spec == "even":
+            return even(length, num_chunks)
+        if spec == "balanced":
+            return balanced(length, num_chunks, shape, multiple)
+        raise ValueError(unknown("partition", spec, _NAMES) + ", or give the chunk lengths as a list")
+    lengths = tuple(spec)
+    if len(lengths) != num_chunks:
+        raise ValueError(
+            f"partition lists {len(lengths)} chunk lengths, but num_chunks is {num_chunks}; make them agree"
+        )
+    if min(lengths) < 1:
+        raise ValueError(f"every chunk needs at least one token, but partition is {list(lengths)}")
+    if sum(lengths) != length:
+        raise ValueError(
+            f"the chunk lengths of partition {list(lengths)} add up to {sum(lengths)} tokens, but the rows have "
+            f"{length}; change the list, or use partition='balanced', which fits any length"
+        )
+    return spans(lengths)
+
+
+def even(length: int, num_chunks: int) -> tuple[Span, ...]:
+    """Cut `length` tokens into `num_chunks` chunks whose lengths differ by at most one token.
+
+    Raises:
+        ValueError: if there are more chunks than tokens.
+    """
+    _check(length, num_chunks)
+    bounds = [index * length // num_chunks for index in range(num_chunks + 1)]
+    return tuple(Span(start, stop) for start, stop in pairwise(bounds))
+
+
+def balanced(length: int, num_chunks: int, shape: ModelShape, multiple: int = 1) -> tuple[Span, ...]:
+    """Cut a row into chunks that take the same FLOPs, forward and backward: earlier chunks get more tokens.
+
+    Args:
+        length: tokens of the row.
+        num_chunks: chunks to make.
+        shape: the architecture.
+        multiple: chunks start at multiples of this many tokens, for the kernels' sake. For rows too short to have
+            `num_chunks` non-empty chunks that way it is halved until they have.
+
+    Raises:
+        ValueError: if there are more chunks than tokens, or `multiple` is below 1.
+    """
+
+    def flops(start: int, stop: int) -> float:
+        return shape.num_layers * layer_flops(shape, start, stop) + head_flops(shape, start, stop)
+
+    return equal_cost(length, num_chunks, flops, multiple)
+
+
+def equal_cost(length: int, num_chunks: int, cost: ChunkCost, multiple: int = 1) -> tuple[Span, ...]:
+    """Cut a row into chunks of equal cost: the computation-wise partition of Seq1F1B (arXiv 2406.03488).
+
+    Solved from the last chunk back: each chunk is the longest whose cost is at most its share of the total, and
+    chunk 0 gets the rest. Then the boundaries are rounded to the nearest multiple.
+
+    Args:
+        length: tokens of the row.
+        num_chunks: chunks to make.
+        cost: the cost of a token range; grows with the range at either end.
+        multiple: as in `balanced`.
+
+    Raises:
+        ValueError: as in `balanced`.
+    """
+    _check(length, num_chunks)
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1 token, not {multiple}")
+    share = cost(0, length) / num_chunks
+    starts = [length]
+    for index in range(num_chunks - 1, 0, -1):
+        starts.append(_start_of_chunk(index, starts[-1], share, cost))
+    inner = starts[:0:-1]
+    while True:
+        rounded = [(start + multiple // 2) // multiple * multiple for start in inner]
+        bounds = [0, *rounded, length]
+        if all(start < stop for start, stop in pairwise(bounds)):
+            return tuple(Span(start, stop) for start, stop in pairwise(bounds))
+        multiple //= 2
+
+
+def _start_of_chunk(index: int, stop: int, share: float, cost: ChunkCost) -> int:
+    """The earliest start of chunk `index`, which ends at `stop`, that costs at most `share`.
+
+    It leaves at least one token for the chunk itself, and one for each of the `index` chunks before it.
+    """
+    low, high = index, stop - 1
+    while low < high:
+        middle = (low + high) // 2
+        if cost(middle, stop) <= share:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _check(length: int, num_chunks: int) -> None:
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks must be at least 1, not {num_chunks}")
+    if num_chunks > length:
+        raise ValueError(
+            f"{length} tokens cannot make {num_chunks} chunks of at least one token each; "
+            f"set num_chunks to {length} or less, or use longer rows"
+        )

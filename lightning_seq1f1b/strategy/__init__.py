@@ -1,0 +1,1 @@
+"""The Lightning strategy: the one part, with the command line, that imports Lightning."""

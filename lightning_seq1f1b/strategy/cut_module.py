@@ -1,0 +1,142 @@
+"""A LightningModule of which this rank holds one stage, seen once as what is here and once as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_seq1f1b.models.find import find_causal_lm
+from lightning_seq1f1b.models.shape import model_shape
+from lightning_seq1f1b.models.split import cut
+from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.runtime.topology import Topology
+from lightning_seq1f1b.schedule.costs import layers_per_stage
+
+BALANCE_LENGTH = 4096
+"""Tokens of the row for which layers are balanced over the stages: long enough for attention to count."""
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """Stands for a tensor that another name in the state dict holds already."""
+
+    name: str
+
+
+class CutModule:
+    """Cuts the module's language model in place and keeps what is known of the whole.
+
+    Args:
+        module: whole, on the CPU; its one Hugging Face causal language model is cut.
+        topology: which stage this rank holds.
+
+    Raises:
+        ValueError: when the module holds no causal language model, or one that cannot be cut.
+    """
+
+    def __init__(self, module: pl.LightningModule, topology: Topology) -> None:
+        self.module, self.topology = module, topology
+        self.name, self.model = find_causal_lm(module)
+        self.shape = model_shape(self.model.config)
+        self.layer_ranges = _ranges(layers_per_stage(self.shape, topology.num_stages, BALANCE_LENGTH))
+        # Optimizers may have been made before this, from parameters that are cut off now.
+        self.uncut_names = {parameter: name for name, parameter in module.named_parameters()}
+        self.split = cut(self.model, topology.pipeline_rank, self.layer_ranges)
+        self.stage = HuggingFaceStage(self.split)
+        with self.whole():
+            self.shapes = {
+                key: tuple(value.shape) if isinstance(value, Tensor) else None
+                for key, value in module.state_dict().items()
+            }
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the module has every module and parameter of the whole; foreign ones are on the meta device."""
+        with self.split.whole():
+            yield
+
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        """Parameters of the language model that the first and the last stage both hold; empty elsewhere."""
+        return [self.model.get_parameter(name) for name in self.split.tied]
+
+    @property
+    def outside(self) -> list[nn.Parameter]:
+        """The user's parameters outside the language model; every stage holds them."""
+        inside = set(self.model.parameters())
+        return [parameter for parameter in self.module.parameters() if parameter not in inside]
+
+    def is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter: of those that several stages hold, the first stage does."""
+        if self.topology.pipeline_rank == 0:
+            return True
+        return not any(parameter is other for other in (*self.tied, *self.outside))
+
+    def counted_names(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank counts, by name."""
+        elsewhere = set() if self.topology.pipeline_rank == 0 else {*self.tied, *self.outside}
+        return {name: p for name, p in self.module.named_parameters() if p not in elsewhere}
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """The rank's own entries of the whole state dict; together the ranks have every key once."""
+        state = self.module.state_dict()
+        if self.topology.pipeline_rank == 0:
+            return state
+        prefix = f"{self.name}."
+        first_holds = {self.model.get_parameter(name).data_ptr(): f"{prefix}{name}" for name in self.split.tied}
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if not key.startswith(prefix):
+                continue
+            source = first_holds.get(value.data_ptr()) if isinstance(value, Tensor) else None
+            if source is None:
+                own[key] = value
+            elif key != source:
+                own[key] = SameAs(source)
+        return own
+
+    def merged_state(self, gathered: Mapping[str, Any]) -> dict[str, Any]:
+        """All ranks' entries as the whole module's state dict, in its order, with shared tensors shared."""
+        resolved = {
+            key: gathered[value.name] if isinstance(value, SameAs) else value for key, value in gathered.items()
+        }
+        return {key: resolved[key] for key in self.shapes}
+
+    def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load this rank's part of a whole state dict.
+
+        Raises:
+            RuntimeError: on every rank alike, for keys that are missing or unexpected when `strict`, and for shapes
+                that differ; all are listed.
+        """
+        problems = []
+        if strict:
+            problems += [f"missing key: {key}" for key in self.shapes if key not in state]
+            problems += [f"unexpected key: {key}" for key in state if key not in self.shapes]
+        for key, shape in self.shapes.items():
+            if shape is not None and key in state and tuple(state[key].shape) != shape:
+                problems.append(f"size mismatch for {key}: {tuple(state[key].shape)} saved, {shape} here")
+        if problems:
+            raise RuntimeError(f"the checkpoint does not fit {type(self.module).__name__}:\n  " + "\n  ".join(problems))
+        own = self.module.state_dict().keys()
+        self.module.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
+
+
+def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    bounds = [sum(counts[:index]) for index in range(len(counts) + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+def loss_dtype(model: nn.Module) -> torch.dtype:
+    """float32, or float64 for a double-precision model."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -1,0 +1,351 @@
+"""`Seq1F1BStrategy`: what a user passes to the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_seq1f1b.models import facade
+from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas, pipeline_norm
+from lightning_seq1f1b.runtime.pipeline import Cutting, Pipeline
+from lightning_seq1f1b.runtime.trace import StepTrace
+from lightning_seq1f1b.schedule.timeline import Event
+from lightning_seq1f1b.strategy.arguments import check_arguments
+from lightning_seq1f1b.strategy.bridge import bridge
+from lightning_seq1f1b.strategy.clipping import clip_over_stages
+from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
+from lightning_seq1f1b.strategy.data import share_batch, worker_seeds_by_replica
+from lightning_seq1f1b.strategy.gathering import gather_to_first
+from lightning_seq1f1b.strategy.optimizers import WholeGroup, keep_local, local_state, whole_state
+from lightning_seq1f1b.strategy.processes import PipelineProcesses
+from lightning_seq1f1b.strategy.report import describe, show_whole_model
+from lightning_seq1f1b.strategy.supported import callbacks_of, check_optimizer, check_precision, check_trainer
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+GPU_CHUNK_MULTIPLE = 128
+"""Tokens that chunk lengths are rounded to on an accelerator: whole tiles of its attention kernels."""
+CPU_CHUNK_MULTIPLE = 16
+
+
+class Seq1F1BStrategy(PipelineProcesses):
+    """Trains a Hugging Face causal language model over pipeline stages, its sequences cut into chunks.
+
+    The module stays an ordinary LightningModule: `self.model(**batch).loss` runs the whole pipelined step and is the
+    real loss on every rank, and losses, gradients and weights equal those of one device.
+
+    Args:
+        num_stages: pipeline stages of one replica; it must divide devices x num_nodes, and the quotient is the number
+            of data-parallel replicas. All devices by default.
+        num_microbatches: pieces of a batch along its rows; a batch with fewer rows has one piece for each. "auto" is
+            one row each.
+        num_chunks: pieces of every row along the sequence. More chunks shrink the bubble and the activations in flight;
+            below about a thousand tokens each, kernels lose efficiency. "auto" chooses by the row's length.
+        schedule: "seq1f1b" (sequence-level one-forward-one-backward), "gpipe" (all forwards, then all backwards), or
+            "1f1b" (whole rows; `num_chunks` must be 1).
+        partition: "balanced" gives every chunk the same work, "even" the same number of tokens; a list gives the
+            chunks' lengths in tokens, which must add up to every row's.
+        broadcast_batch: let the first stage hand its batch to the others, for datasets that differ between processes.
+            Otherwise every process loads the same data, which is checked for every batch.
+        trace: time every forward and backward; see `last_step` and `gather_trace`. On an accelerator this synchronises
+            around each of them and costs speed.
+        process_group_backend: "nccl", "gloo" or another; chosen by the device by default.
+        timeout: how long a rank waits for another one before it gives up.
+
+    Raises:
+        ValueError: for arguments that cannot work, before any process is started where that can be known.
+    """
+
+    strategy_name = "seq1f1b"
+
+    def __init__(
+        self,
+        num_stages: int | None = None,
+        num_microbatches: int | Literal["auto"] = "auto",
+        num_chunks: int | Literal["auto"] = "auto",
+        schedule: str = "seq1f1b",
+        partition: str | list[int] = "balanced",
+        broadcast_batch: bool = False,
+        trace: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(num_stages, process_group_backend, timeout)
+        check_arguments(num_stages, num_microbatches, num_chunks, schedule, partition)
+        self.num_microbatches, self.num_chunks = num_microbatches, num_chunks
+        self.schedule, self.partition = schedule, partition
+        self.broadcast_batch, self.trace = broadcast_batch, trace
+        self.last_step: StepTrace | None = None
+        self._cut: CutModule | None = None
+        self._pipeline: Pipeline | None = None
+        self._whole_groups: list[list[WholeGroup]] = []
+        self._accumulating = False
+        self._batch_idx = 0
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cut the module to this rank's stage and prepare the step; called for every fit, validate, test, predict."""
+        check_precision(self.precision_plugin)
+        check_trainer(trainer, self._layer_sync)
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        self.model = self.precision_plugin.convert_module(module)
+        if self._cut is None or self._cut.module is not module:
+            self._cut = CutModule(module, self.topology)
+            rank_zero_info(describe(self._cut, self.schedule))
+        self.model_to_device()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._make_pipeline(self._cut)
+        self._agree_on_copies(self._cut)
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            metric.process_group = self._process_groups.replica
+        show_whole_model(trainer)
+        self.barrier()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the module shows every parameter of the whole model; those of other stages are on the meta device."""
+        assert self._cut is not None
+        with self._cut.whole():
+            yield
+
+    def model_to_device(self) -> None:
+        """Move this rank's stage to its device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _make_pipeline(self, cut: CutModule) -> None:
+        device = self.root_device
+        cutting = Cutting(
+            schedule=self.schedule,
+            num_microbatches=None if self.num_microbatches == "auto" else self.num_microbatches,
+            num_chunks=None if self.num_chunks == "auto" else self.num_chunks,
+            partition=self.partition,
+            multiple=CPU_CHUNK_MULTIPLE if device.type == "cpu" else GPU_CHUNK_MULTIPLE,
+        )
+        self._pipeline = Pipeline(
+            cut.stage, self.topology, self._process_groups, cutting, cut.shape, cut.tied, loss_dtype(cut.model), device
+        )
+        facade.install(cut.model, self._step)
+
+    def _agree_on_copies(self, cut: CutModule) -> None:
+        """Make weights that several ranks hold equal, whatever each rank's program has put there."""
+        groups, topology = self._process_groups, self.topology
+        with torch.no_grad():
+            for parameter in cut.tied:
+                dist.broadcast(parameter, topology.pipeline_ranks[0], group=groups.ends)
+            for parameter in cut.outside:
+                dist.broadcast(parameter, topology.pipeline_ranks[0], group=groups.pipeline)
+            if topology.num_replicas > 1:
+                for tensor in (*cut.module.parameters(), *cut.module.buffers()):
+                    dist.broadcast(tensor, topology.pipeline_rank, group=groups.replica)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the module make optimizers over the whole model, then keep this rank's parameters in them."""
+        cut = self._cut
+        assert cut is not None
+        with cut.whole():
+            super().setup_optimizers(trainer)
+            names = {parameter: name for name, parameter in cut.module.named_parameters()}
+        names = {**cut.uncut_names, **names}
+        cut.uncut_names = {}
+        local = dict(cut.module.named_parameters())
+        for optimizer in self.optimizers:
+            check_optimizer(optimizer)
+        self._whole_groups = [keep_local(optimizer, names, local) for optimizer in self.optimizers]
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Trainer's precision plugin; clipping goes through it."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+        if plugin is not None:
+            clip_over_stages(plugin, self._is_counted, self._norm)
+
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        assert self._cut is not None
+        return self._cut.is_counted(parameter)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return pipeline_norm(gradients, self._process_groups.pipeline, self.root_device)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the CPU: the whole model need not fit one accelerator."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---- data ------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed the workers of all stages alike."""
+        worker_seeds_by_replica(dataloader, self.topology.replica)
+        return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device, after taking the first stage's when `broadcast_batch`."""
+        if self.broadcast_batch:
+            batch = share_batch(batch, self.topology.pipeline_ranks[0], self._process_groups.control)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remember where in the accumulation window this batch stands."""
+        self._batch_idx = batch_idx
+
+    def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What calling the language model does: the whole pipelined step, forward only where gradients are off."""
+        assert self._cut is not None
+        assert self._pipeline is not None
+        training = torch.is_grad_enabled()
+        trace = StepTrace(self.topology.pipeline_rank, self.root_device) if self.trace else None
+        stash = GradientStash(self._cut.module.parameters())
+        try:
+            if training:
+                stash.set_aside(keep=not self._about_to_be_zeroed())
+            loss = self._pipeline.run(batch, training=training, trace=trace)
+        except BaseException:
+            self._broken = True  # ranks are at different places: no collective can work any more
+            raise
+        self.last_step = trace
+        return bridge(loss, stash.take()) if training else loss
+
+    def _about_to_be_zeroed(self) -> bool:
+        """Whether Lightning zeroes the gradients right after this step, with nobody to see them before.
+
+        Then they are dropped now, and the step does not hold two sets of gradients.
+        """
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        if not module.automatic_optimization or not trainer.training:
+            return False
+        watched = is_overridden("optimizer_zero_grad", module) or is_overridden("on_before_zero_grad", module)
+        watched |= any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in callbacks_of(trainer))
+        return not watched and self._batch_idx % trainer.accumulate_grad_batches == 0
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Deliver the step's gradients, and average them over the replicas once per optimizer step.
+
+        The averaging stands before `on_after_backward`, which so sees final gradients, as under data parallelism.
+        """
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.topology.num_replicas > 1 and not self._accumulating:
+            average_replicas(module.parameters(), self._process_groups.replica)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Entered by Lightning for the batches of an accumulation window before the last."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def gather_trace(self) -> list[Event]:
+        """The last step's compute actions on all pipeline ranks; call it on all of them, after a step with `trace`.
+
+        Returns:
+            One event for each action, in seconds of the machine's clock; comparable between ranks of one machine.
+        """
+        if self.last_step is None:
+            raise ValueError("no step has been traced: pass Seq1F1BStrategy(trace=True)")
+        everyone: list[list[Event]] = [[] for _ in self.topology.pipeline_ranks]
+        dist.all_gather_object(everyone, self.last_step.events, group=self._process_groups.control)
+        return [event for events in everyone for event in events]
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state dict on rank 0, on the CPU, with the keys of one device; empty elsewhere."""
+        cut = self._cut
+        if cut is None:
+            return super().lightning_module_state_dict()
+        gathered = self._gather(cut.own_state())
+        return {} if gathered is None else cut.merged_state(gathered)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict: into the whole module before it is cut, else this rank's part of it."""
+        if self._cut is None or self._cut.module is not self.lightning_module:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._cut.load_state(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state over the whole model on rank 0, as one device saves it; empty elsewhere."""
+        assert self._cut is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        place = next(index for index, own in enumerate(self.optimizers) if own is optimizer)
+        entries = {
+            (name, key): value
+            for name, parameter in self._cut.counted_names().items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        gathered = self._gather(entries)
+        if gathered is None:
+            return {}
+        by_name: dict[str, dict[str, Any]] = {}
+        for (name, key), value in gathered.items():
+            by_name.setdefault(name, {})[key] = value
+        return whole_state(optimizer, self._whole_groups[place], by_name)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore this rank's part of the saved optimizers."""
+        assert self._cut is not None
+        local = dict(self._cut.module.named_parameters())
+        states = checkpoint["optimizer_states"]
+        for optimizer, saved, whole in zip(self.optimizers, states, self._whole_groups, strict=True):
+            optimizer.load_state_dict(local_state(saved, whole, local))
+
+    def _gather(self, values: dict[Any, Any]) -> dict[Any, Any] | None:
+        """The first replica's entries on rank 0; None elsewhere."""
+        if self._broken:
+            raise RuntimeError("nothing can be saved after a failed step: the ranks stand at different places")
+        if self.topology.replica > 0:
+            return None
+        return gather_to_first(values, self._process_groups.control, self.topology.pipeline_ranks)

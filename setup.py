@@ -1,0 +1,5 @@
+"""Build entry; everything is declared in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,176 @@
+"""Cutting a model in place: what stays, what is freed, and how the whole shows again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from support.staged_run import LAYER_RANGES
+from support.tiny_models import tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_seq1f1b.models.split import Split, cut
+
+FAMILIES = ("llama", "gpt2", "opt", "gemma2", "bloom")
+STAGES = range(len(LAYER_RANGES))
+
+
+def cut_copy(model: PreTrainedModel, stage: int) -> Split:
+    return cut(copy.deepcopy(model), stage, LAYER_RANGES)
+
+
+def shapes(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict(keep_vars=True).items()]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_stays_on_one_stage_or_tied_on_both_ends(family: str, tied: bool) -> None:
+    model = tiny_model(family, tie_word_embeddings=tied)
+    embedding = model.get_input_embeddings().weight
+    expected = {
+        name: [0, 2] if tied and parameter is embedding else [None] for name, parameter in model.named_parameters()
+    }
+    stages: dict[str, list[int]] = {name: [] for name in expected}
+    for stage in STAGES:
+        split = cut_copy(model, stage)
+        for name, parameter in split.model.named_parameters():
+            torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=0)
+            stages[name].append(stage)
+        assert list(split.tied) == [name for name, where in expected.items() if where == [0, 2]]
+    assert all(len(where) == 1 if expected[name] == [None] else where == [0, 2] for name, where in stages.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inside_whole_all_names_show_and_outside_only_the_stage_is_left(family: str, stage: int) -> None:
+    model = tiny_model(family)
+    split = cut_copy(model, stage)
+    own = dict(split.model.named_parameters())
+    before = shapes(split.model)
+    with split.whole():
+        assert shapes(split.model) == shapes(model)
+        assert [name for name, _ in split.model.named_parameters()] == [name for name, _ in model.named_parameters()]
+        for name, parameter in split.model.named_parameters():
+            assert parameter is own[name] if name in own else parameter.is_meta
+        with split.whole():
+            assert shapes(split.model) == shapes(model)
+    assert shapes(split.model) == before
+    assert all(split.model.get_parameter(name) is parameter for name, parameter in own.items())
+
+
+def test_whole_ends_after_an_error() -> None:
+    split = cut_copy(tiny_model("llama"), 1)
+    before = shapes(split.model)
+    with pytest.raises(KeyError), split.whole():
+        raise KeyError
+    assert shapes(split.model) == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tied_embeddings_stay_one_object(stage: int) -> None:
+    split = cut_copy(tiny_model("llama", tie_word_embeddings=True), stage)
+    assert split.tied == ("model.embed_tokens.weight",)
+    with split.whole():
+        head, embedding = split.model.get_output_embeddings().weight, split.model.get_input_embeddings().weight
+        assert head is embedding
+        assert head.is_meta == (stage == 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_memory_of_other_stages_is_freed(stage: int) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    cut(model, stage, LAYER_RANGES)
+    gc.collect()
+    left = {name for name, parameter in alive.items() if parameter() is not None}
+    assert left == {name for name, _ in model.named_parameters()}
+    assert left < alive.keys()
+
+
+def test_modules_that_user_code_holds_hold_no_memory_either() -> None:
+    model = tiny_model("llama")
+    head = model.lm_head
+    cut(model, 0, LAYER_RANGES)
+    assert head.weight.is_meta
+
+
+def test_frozen_parameters_stay_frozen_in_the_whole_view() -> None:
+    model = tiny_model("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[2].mlp.requires_grad_(False)
+    split = cut_copy(model, 2)
+    with split.whole():
+        for name, parameter in split.model.named_parameters():
+            assert parameter.requires_grad == model.get_parameter(name).requires_grad
+        split.model.model.layers[0].requires_grad_(False)
+    with split.whole():
+        assert not any(parameter.requires_grad for parameter in split.model.model.layers[0].parameters())
+
+
+def test_one_stage_keeps_everything() -> None:
+    model = tiny_model("gpt2")
+    own = dict(model.named_parameters())
+    split = cut(model, 0, [range(4)])
+    assert split.is_first
+    assert split.is_last
+    assert split.tied == ()
+    assert all(parameter is own[name] for name, parameter in model.named_parameters())
+
+
+def test_a_model_that_is_on_the_meta_device_can_be_cut() -> None:
+    model = tiny_model("llama").to("meta")
+    split = cut(model, 1, LAYER_RANGES)
+    assert {name.split(".")[2] for name, _ in split.model.named_parameters()} == {"1", "2"}
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ValueError, match="5 stages for the 4 layers of LlamaForCausalLM.*num_stages=4 or less"):
+        cut(tiny_model("llama"), 0, [range(index, index + 1) for index in range(5)])
+
+
+@pytest.mark.parametrize("ranges", [[range(1), range(2, 4)], [range(2), range(2), range(2, 4)], [range(2), range(0)]])
+def test_ranges_that_do_not_share_out_the_layers(ranges: list[range]) -> None:
+    with pytest.raises(ValueError, match="do not share out layers 0 to 3"):
+        cut(tiny_model("llama"), 0, ranges)
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="stage index 3 is not one of 0 to 2"):
+        cut(tiny_model("llama"), 3, LAYER_RANGES)
+
+
+def test_a_model_that_was_cut_before() -> None:
+    model = tiny_model("llama")
+    cut(model, 0, LAYER_RANGES)
+    with pytest.raises(ValueError, match="has been cut into stages before"):
+        cut(model, 0, LAYER_RANGES)
+
+
+def test_weights_shared_between_layers_of_different_stages() -> None:
+    model = tiny_model("llama")
+    model.model.layers[3].mlp = model.model.layers[0].mlp
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj\.weight .* would be on stages 0, 2"):
+        cut(model, 0, LAYER_RANGES)
+
+
+def test_a_parameter_beside_all_modules() -> None:
+    model = tiny_model("llama")
+    model.model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"model\.scale .* would be on stages 0, 1, 2"):
+        cut(model, 0, LAYER_RANGES)
+    cut(model, 0, [range(4)])
+
+
+def test_nothing_is_changed_by_a_refusal() -> None:
+    model = tiny_model("llama")
+    model.model.layers[3].mlp = model.model.layers[0].mlp
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="would be on stages"):
+        cut(model, 1, LAYER_RANGES)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert not any(parameter.is_meta for parameter in before.values())

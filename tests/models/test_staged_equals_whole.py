@@ -1,0 +1,129 @@
+"""A model cut into stages and run in chunks gives the loss and every gradient of the whole model, to float64 rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.float64 import float64_throughout
+from support.staged_run import (
+    Result,
+    largest_difference,
+    make_stages,
+    run_stages,
+    run_whole,
+)
+from support.tiny_models import tiny_batch, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2")
+TOLERANCE = 1e-10
+
+
+def compare(model: PreTrainedModel, batch: dict[str, Tensor], whole_batch: dict[str, Tensor] | None = None) -> float:
+    with float64_throughout():
+        truth = run_whole(model, batch if whole_batch is None else whole_batch)
+        return largest_difference(run_stages(make_stages(model), batch), truth)
+
+
+def right_padded() -> dict[str, Tensor]:
+    batch = tiny_batch()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 30:] = 0
+    mask[1, 41:] = 0
+    return {**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def left_padded() -> dict[str, Tensor]:
+    batch = tiny_batch()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :9] = 0
+    mask[1, :22] = 0
+    first_real = (mask.cumsum(dim=1) == 1) & (mask == 1)
+    labels = batch["labels"].masked_fill((mask == 0) | first_real, -100)
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    return {**batch, "labels": labels, "attention_mask": mask, "position_ids": position_ids}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal(family: str, tied: bool) -> None:
+    model = tiny_model(family, tie_word_embeddings=tied)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert compare(model, tiny_batch()) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_padding_with_a_mask(family: str) -> None:
+    assert compare(tiny_model(family), right_padded()) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_padding_without_a_mask_where_no_padding_is_supervised(family: str) -> None:
+    batch = right_padded()
+    without = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+    assert compare(tiny_model(family), without, whole_batch=batch) < TOLERANCE
+
+
+def test_right_padding_that_is_supervised_keeps_its_mask() -> None:
+    batch = {**right_padded(), "labels": tiny_batch(ignored=0.0)["labels"]}
+    assert compare(tiny_model("llama"), batch) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding(family: str) -> None:
+    assert compare(tiny_model(family), left_padded()) < TOLERANCE
+
+
+def test_microbatches_add_up() -> None:
+    model, batch = tiny_model("llama"), tiny_batch(rows=3)
+    with float64_throughout():
+        staged = run_stages(make_stages(model), batch, num_microbatches=2)
+        assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [(48,), (1, 46, 1), (12, 12, 12, 12)], ids=str)
+@pytest.mark.parametrize("layer_ranges", [(range(4),), (range(3), range(3, 4))], ids=["one stage", "two stages"])
+def test_any_chunks_and_stages(layer_ranges: tuple[range, ...], lengths: tuple[int, ...]) -> None:
+    model, batch = tiny_model("qwen3", tie_word_embeddings=True), tiny_batch()
+    with float64_throughout():
+        staged = run_stages(make_stages(model, layer_ranges), batch, lengths)
+        assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
+
+
+def test_without_the_gradients_of_keys_and_values_it_would_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVBuffer, "_accumulate", lambda *_: None)
+    assert compare(tiny_model("llama"), tiny_batch()) > 1e-2
+
+
+def test_float32_is_equal_to_rounding() -> None:
+    model, batch = tiny_model("llama", torch.float32), tiny_batch()
+    assert largest_difference(run_stages(make_stages(model), batch), run_whole(model, batch)) < 1e-5
+
+
+def test_bfloat16_autocast_is_as_close_to_float32_as_one_device() -> None:
+    model, batch = tiny_model("llama", torch.float32), tiny_batch()
+    truth = run_whole(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = run_whole(model, batch)
+        staged = run_stages(make_stages(model), batch)
+    assert error(staged, truth) < 1.2 * error(whole, truth)
+
+
+def error(result: Result, truth: Result) -> float:
+    """Root mean square of all gradients' differences."""
+    differences = [
+        (result.gradients[name] - wanted).flatten() for name, wanted in truth.gradients.items() if wanted is not None
+    ]
+    return float(torch.cat(differences).square().mean().sqrt())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    ["bloom", "falcon", "falcon_h1", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "mixtral", "opt", "qwen3_next"],
+)
+def test_further_families(family: str) -> None:
+    assert compare(tiny_model(family), tiny_batch()) < TOLERANCE

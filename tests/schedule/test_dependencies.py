@@ -1,0 +1,31 @@
+"""What precedes a compute action, KV edges included."""
+
+import pytest
+
+from lightning_seq1f1b.schedule.actions import Action
+from lightning_seq1f1b.schedule.dependencies import dependencies
+
+
+@pytest.mark.parametrize(
+    ("action", "needed"),
+    [
+        ("0F1.0", ""),
+        ("0F1.2", "0F1.1"),
+        ("2F1.0", "1F1.0"),
+        ("2F1.2", "1F1.2 2F1.1"),
+        ("2B1.3", "2F1.3"),
+        ("2B1.1", "2B1.2 2F1.3"),
+        ("0B1.3", "1B1.3 0F1.3"),
+        ("0B1.0", "1B1.0 0B1.1 0F1.3"),
+    ],
+)
+def test_three_stages_four_chunks(action: str, needed: str) -> None:
+    found = dependencies(Action.parse(action), num_stages=3, num_chunks=4)
+    assert set(found) == {Action.parse(text) for text in needed.split()}
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("text", ["0SEND_F0.0", "1RECV_B0.0", "0I0.0", "0W0.0"])
+def test_other_kinds_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dependencies(Action.parse(text), num_stages=2, num_chunks=1)
