@@ -83,7 +83,10 @@ def make_small_llama(folder: Path, texts: Sequence[Path]) -> Path:
     tokenizer.train(
         [str(path) for path in texts],
         trainers.BpeTrainer(
-            vocab_size=SMALL_LLAMA["vocab_size"], special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=SMALL_LLAMA["vocab_size"],
+            special_tokens=["</s>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
     partial = folder / "small-llama.partial"

@@ -69,7 +69,3 @@ def _complaint(command: str) -> str:
     nearest = get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean '{nearest[0]}'?" if nearest else "--help lists them"
     return f"error: unknown command '{command}'; {hint}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

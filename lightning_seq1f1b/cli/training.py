@@ -16,7 +16,7 @@ CLASS_DEFAULTS = {
 ADVICE = {
     "option 'optimizer'": "The optimizer belongs to the module: set model.optimizer to a class path and its arguments.",
     "option 'lr_scheduler'": "The schedule belongs to the module: set model.warmup_steps and model.decay.",
-    "dot import path string: seq1f1b": "The name 'seq1f1b' takes no arguments: with arguments, leave the name out or give "
+    "import path string: seq1f1b": "The name 'seq1f1b' takes no arguments: with arguments, leave the name out or give "
     "class_path: lightning_seq1f1b.Seq1F1BStrategy.",
 }
 

@@ -21,7 +21,7 @@ class RowEnd:
 
     def __init__(self, model: nn.Module) -> None:
         self.position: Tensor | None = None
-        for module in _length_dependent(model):
+        for module in length_dependent(model):
             module.register_forward_pre_hook(self._add, with_kwargs=True)
             module.register_forward_hook(self._remove)
 
@@ -44,7 +44,8 @@ class RowEnd:
         return output[:, :-1]
 
 
-def _length_dependent(model: nn.Module) -> Iterator[nn.Module]:
+def length_dependent(model: nn.Module) -> Iterator[nn.Module]:
+    """The rotary embeddings of a model whose frequencies depend on the length of the row."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:

@@ -52,6 +52,11 @@ class HuggingFaceStage:
         return self._split.model
 
     @property
+    def layers(self) -> range:
+        """Indices of its layers in the whole model."""
+        return self._split.layers
+
+    @property
     def index(self) -> int:
         """Position among the stages, 0 first."""
         return self._split.index

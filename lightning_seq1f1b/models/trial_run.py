@@ -15,6 +15,7 @@ from lightning_seq1f1b.models.attention import describe_mask
 from lightning_seq1f1b.models.chunk_cache import ChunkCache, ChunkedState, layer_kinds
 from lightning_seq1f1b.models.padding_check import silence_padding_check
 from lightning_seq1f1b.models.requirements import cache_argument
+from lightning_seq1f1b.models.rotary import length_dependent
 from lightning_seq1f1b.models.trunk import Trunk
 from lightning_seq1f1b.schedule.spans import Span, spans
 
@@ -101,6 +102,8 @@ def trial_run(trunk: Trunk, attention: str) -> TrialRecord:
 
     model.loss_function = loss
     silence_padding_check(model)
+    for module in length_dependent(model):
+        module.rope_type = _fixed(module.rope_type)
     state = ChunkedState(layer_kinds(model.config), CHUNKS[-1].stop)
     try:
         for index, span in enumerate(CHUNKS):
@@ -123,6 +126,11 @@ def _arguments(model: PreTrainedModel, span: Span, cache: ChunkCache) -> dict[st
         "use_cache": True,
         cache_argument(model) or "cache": cache,
     }
+
+
+def _fixed(kind: Any) -> Any:
+    """A rope type that does not look at positions, which have no values here."""
+    return dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
 
 
 def _notice(record: TrialRecord, name: str) -> Callable[..., None]:

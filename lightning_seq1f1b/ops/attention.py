@@ -35,7 +35,8 @@ def chunk_attention(
         scale: factor on the scores; 1 / sqrt(size) by default.
         causal: whether a query sees the keys up to its own position only.
         window: with `causal`, how many keys a query sees at most, its own included; None for all.
-        mask: boolean, broadcastable to [rows, heads, tokens, keys], true where a query sees a key.
+        mask: boolean, broadcastable to [rows, heads, tokens, keys] and at least two-dimensional, true where a query
+            sees a key.
         bias: added to the scores, broadcastable like `mask`.
         softcap: scores s become softcap tanh(s / softcap).
         sinks: [heads], scores of one more key per head, whose value is zero.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.tiny_models import tiny_config
@@ -122,8 +124,6 @@ def test_gradients_of_a_recurrence_come_back_through_carried() -> None:
 
 
 def test_close_frees_everything() -> None:
-    import weakref
-
     microbatch = state("qwen3_next")
     cache = microbatch.chunk(0, SPANS[0])
     keys, _ = cache.update(*keys_and_values(SPANS[0]), layer_idx=1)
@@ -133,6 +133,7 @@ def test_close_frees_everything() -> None:
     state_reference = weakref.ref(recurrent)
     del keys, recurrent
     assert state_reference() is not None
+    assert buffers() is not None
     microbatch.close()
     assert state_reference() is None
     assert buffers() is None

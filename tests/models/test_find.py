@@ -42,7 +42,7 @@ def test_one_model_under_two_names_is_one() -> None:
 
 
 def test_no_model() -> None:
-    with pytest.raises(ValueError, match="no Hugging Face causal language model found in Module: .*self.model ="):
+    with pytest.raises(ValueError, match=r"no Hugging Face causal language model found in Module: .*self.model ="):
         find_causal_lm(Module(lm=nn.Linear(1, 1)))
 
 

@@ -83,7 +83,7 @@ class Layer(nn.Module):
         (CausalMask(None), {}),
         (CausalMask(3), {"window": 3}),
         (torch.ones(2, 1, 4, 9).bool().tril(5), {"causal": False, "mask": torch.ones(4, 9).bool().tril(5)}),
-        (torch.arange(9.0).double(), {"causal": False, "bias": torch.arange(9.0)}),
+        (torch.arange(36.0).view(1, 1, 4, 9) / 9, {"causal": False, "bias": torch.arange(36.0).view(1, 1, 4, 9) / 9}),
     ],
     ids=["none", "causal", "window", "boolean", "added"],
 )

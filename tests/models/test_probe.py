@@ -96,7 +96,9 @@ def test_a_model_that_sees_ahead() -> None:
 def test_a_model_without_a_list_of_layers() -> None:
     model = tiny_model("llama")
     model.model.layers = nn.ModuleList([*model.model.layers, nn.Identity()])
-    refuse(model, r"has no list of decoder layers: no ModuleList with as many entries as config.num_hidden_layers \(4\)")
+    refuse(
+        model, r"has no list of decoder layers: no ModuleList with as many entries as config.num_hidden_layers \(4\)"
+    )
 
 
 def test_router_losses() -> None:

@@ -9,7 +9,9 @@ from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.schedule.costs import ModelShape
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "opt", "falcon", "bloom"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "opt", "falcon", "bloom"]
+)
 def test_the_parameters_of_a_layer_follow_from_the_shape(family: str) -> None:
     """The matrices of a layer as the shape has them are those of the model, but for norms and biases."""
     model = tiny_model(family)

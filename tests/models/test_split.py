@@ -129,7 +129,7 @@ def test_a_model_that_is_on_the_meta_device_can_be_cut() -> None:
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(ValueError, match="5 stages for the 4 layers of LlamaForCausalLM.*num_stages=4 or less"):
+    with pytest.raises(ValueError, match=r"5 stages for the 4 layers of LlamaForCausalLM.*num_stages=4 or less"):
         cut(tiny_model("llama"), 0, [range(index, index + 1) for index in range(5)])
 
 

@@ -1,4 +1,4 @@
-"""A model cut into stages and run in chunks gives the loss and every gradient of the whole model, to float64 rounding."""
+"""A model cut into stages and run in chunks gives the loss and the gradients of the whole model, to rounding."""
 
 from __future__ import annotations
 

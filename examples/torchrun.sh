@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The training command under torchrun: torchrun starts the processes, one for each device.
+#   examples/torchrun.sh CONFIG NUM_PROCESSES [OPTION ...]
+# On several nodes replace --standalone by --nnodes, --node-rank and --rdzv-endpoint, and add --trainer.num_nodes.
+set -euo pipefail
+config=$1 processes=$2
+shift 2
+exec torchrun --standalone --nproc-per-node "$processes" -m lightning_seq1f1b \
+  fit --config "$config" --trainer.devices "$processes" "$@"

@@ -1,0 +1,171 @@
+"""A cut model as the executor's stage: memory, adapters, evaluation, and what it leaves alone."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.float64 import float64_throughout
+from support.staged_run import LAYER_RANGES, largest_difference, make_stages, run_stages, run_whole
+from support.tiny_models import tiny_batch, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_seq1f1b.models.facade import install
+from lightning_seq1f1b.models.split import cut
+from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.runtime.batching import cut_batch
+from lightning_seq1f1b.schedule.spans import spans
+
+
+def adapted(**options: Any) -> PreTrainedModel:
+    """The model inside a peft model, with LoRA on all linear layers and a frozen base."""
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
+    )
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model("llama"), config).to(torch.float64).base_model.model
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["adapters", "and a trained head"])
+def test_adapters_go_with_their_layers(options: dict[str, Any]) -> None:
+    model, batch = adapted(**options), tiny_batch()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    with float64_throughout():
+        truth = run_whole(model, batch)
+        stages = make_stages(model)
+        assert largest_difference(run_stages(stages, batch), truth) < 1e-10
+    assert all(truth.gradients[name] is not None for name in trained)
+    for stage in stages:
+        layers = {name.split(".")[2] for name, _ in stage.model.named_parameters() if "lora_" in name}
+        assert layers == {str(index) for index in stage.layers}
+
+
+def test_after_the_backward_nothing_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers, their gradients, hidden states and autograd graphs are gone without the garbage collector's help."""
+    alive: list[weakref.ref[Any]] = []
+
+    def watched(allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        alive.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    stages = make_stages(tiny_model("llama"))
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, output: alive.append(weakref.ref(output)) if isinstance(output, Tensor) else None
+        )
+        for stage in stages
+        for module in stage.model.modules()
+    ]
+    run_stages(stages, tiny_batch())  # what is made once, by the library, is made now
+    alive.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("empty", "zeros"):
+            monkeypatch.setattr(torch, name, functools.partial(watched, getattr(torch, name)))
+        result = run_stages(stages, tiny_batch())
+        monkeypatch.undo()
+        assert len(alive) > 100
+        left = [found for reference in alive if (found := reference()) is not None]
+        assert all(found is result.loss.untyped_storage() for found in left)
+    finally:
+        gc.enable()
+        for hook in hooks:
+            hook.remove()
+    assert torch.isfinite(result.loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_evaluation_gives_the_loss_and_keeps_no_graph(family: str) -> None:
+    model, batch = tiny_model(family).eval(), tiny_batch()
+    with float64_throughout(), torch.inference_mode():
+        expected = run_whole_without_gradients(model, batch)
+        stages = make_stages(model)
+        (microbatch,) = cut_batch(batch, 1, spans([7, 13, 28]))
+        states = [stage.open(microbatch, training=False) for stage in stages]
+        loss = torch.zeros((), dtype=torch.float64)
+        for chunk in microbatch.chunks:
+            hidden = None
+            for stage, state in zip(stages, states, strict=True):
+                hidden = stage.forward(chunk, hidden, state)
+                assert hidden.grad_fn is None
+            loss += hidden
+    assert float((loss - expected).abs()) < 1e-12
+
+
+def run_whole_without_gradients(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch, use_cache=False).loss
+
+
+def test_training_goes_on_after_an_evaluation_in_inference_mode() -> None:
+    model, batch = tiny_model("llama"), tiny_batch()
+    stages = make_stages(model)
+    (microbatch,) = cut_batch(batch, 1, spans([20, 28]))
+    with torch.inference_mode():
+        state = stages[0].open(microbatch, training=False)
+        for chunk in microbatch.chunks:
+            stages[0].forward(chunk, None, state)
+        state.close()
+    with float64_throughout():
+        assert largest_difference(run_stages(stages, batch), run_whole(model, batch)) < 1e-10
+
+
+def test_a_last_stage_needs_labels() -> None:
+    stage = make_stages(tiny_model("llama"), [range(4)])[0]
+    (microbatch,) = cut_batch({"input_ids": tiny_batch()["input_ids"]}, 1, spans([48]))
+    with pytest.raises(ValueError, match="without labels has no loss"):
+        stage.forward(microbatch.chunks[0], None, stage.open(microbatch, training=True))
+
+
+def test_it_runs_the_models_own_forward_behind_a_facade() -> None:
+    model, batch = tiny_model("llama"), tiny_batch()
+    with float64_throughout():
+        truth = run_whole(model, batch)
+        model.zero_grad(set_to_none=True)
+        install(model, lambda _: pytest.fail("the facade ran"))
+        stage = HuggingFaceStage(cut(model, 0, [range(4)]))
+        assert largest_difference(run_stages([stage], batch), truth) < 1e-10
+
+
+def test_received_hidden_states_are_not_written_to() -> None:
+    """CTRL scales what it takes for embeddings in place."""
+    stage = make_stages(tiny_model("ctrl"))[1]
+    (microbatch,) = cut_batch(tiny_batch(), 1, spans([48]))
+    hidden = torch.randn(2, 48, 32, dtype=torch.float64)
+    before = hidden.clone()
+    stage.forward(microbatch.chunks[0], hidden.requires_grad_(), stage.open(microbatch, training=True))
+    assert torch.equal(hidden, before)
+
+
+def test_padding_is_not_looked_for_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("gpt2", pad_token_id=0)
+    batch = tiny_batch()
+    batch["input_ids"][:, -1] = 0
+    stages = make_stages(model)
+    read = []
+
+    class Watched(torch.Tensor):
+        def __contains__(self, item: object) -> bool:
+            read.append(item)
+            return super().__contains__(item)
+
+    (microbatch,) = cut_batch(batch, 1, spans([48]))
+    chunk = microbatch.chunks[0]
+    object.__setattr__(chunk, "input_ids", chunk.input_ids.as_subclass(Watched))
+    stages[0].forward(chunk, None, stages[0].open(microbatch, training=True))
+    assert not read
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_index_and_number_of_stages(index: int) -> None:
+    stage = HuggingFaceStage(cut(tiny_model("llama"), index, LAYER_RANGES))
+    assert (stage.index, stage.num_stages, stage.layers) == (index, 3, LAYER_RANGES[index])
