@@ -76,8 +76,11 @@ def _read(checkpoint: Path) -> Mapping[str, Any]:
     try:
         # mmap: the optimizer's state, two thirds of the file, is never read.
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{checkpoint} is not a checkpoint that can be read safely: {error}") from error
+    except pickle.UnpicklingError as error:
+        # torch's own message recommends to load the file without safety.
+        raise ValueError(f"{checkpoint} holds more than tensors and plain values, and is not read") from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{checkpoint} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(content, Mapping) or not {CONFIG_KEY, "state_dict"} <= content.keys():
         raise ValueError(
             f"{checkpoint} was not written by CausalLM: it lacks the entry '{CONFIG_KEY}'. For a module of your own, "

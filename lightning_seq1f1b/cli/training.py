@@ -24,7 +24,7 @@ ADVICE = {
 class CommandParser(LightningArgumentParser):
     """Adds advice to the errors that a reader of Lightning's documentation is likely to meet."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message with what to do about it, and exit with status 2."""
         advice = [text for part, text in ADVICE.items() if part in message]
         super().error("\n".join([message, *advice]), ex)
@@ -60,10 +60,9 @@ def run(arguments: list[str] | None) -> None:
     }
     parser_kwargs: dict[str, Any] = {"prog": PROGRAM, **usage}
     TrainingCLI(
+        # No class for the data: then it may be null, for a module with loaders of its own.
         model_class=L.LightningModule,
-        datamodule_class=L.LightningDataModule,
         subclass_mode_model=True,
-        subclass_mode_data=True,
         seed_everything_default=0,
         trainer_defaults=TRAINER_DEFAULTS,
         # Not "config.yaml", which a run without a logger would look for, and overwrite, in the working directory.

@@ -58,7 +58,8 @@ def describe_mask(
     Returns:
         A description of a causal mask, or a boolean mask [rows, 1, queries, keys], true where a query sees a key.
     """
-    if attention_mask is None and not use_vmap:
+    # Queries that do not end with the keys, as in a cache of fixed size, are not what a description means.
+    if attention_mask is None and not use_vmap and q_offset + q_length == kv_offset + kv_length:
         if mask_function is causal_mask_function:
             return CausalMask(None)
         window = _window(mask_function)

@@ -17,11 +17,17 @@ class RowEnd:
 
     Args:
         model: the model whose rotary embeddings are looked for.
+
+    Attributes:
+        wanted: whether the model has any.
+        position: 0-d, the row's last position, while a chunk runs; None leaves the embeddings as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.position: Tensor | None = None
+        self.wanted = False
         for module in length_dependent(model):
+            self.wanted = True
             module.register_forward_pre_hook(self._add, with_kwargs=True)
             module.register_forward_hook(self._remove)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,7 +69,8 @@ class HuggingFaceStage:
         """Make the state of a microbatch; called before its chunk 0."""
         if training:
             self._recomputation.take_over()
-        return ChunkedState(self._kinds, microbatch.length, _last_position(microbatch))
+        last_position = microbatch.last_position if self._row_end.wanted else None
+        return ChunkedState(self._kinds, microbatch.length, last_position)
 
     def forward(self, chunk: Chunk, hidden: Tensor | None, state: MicrobatchState) -> Tensor:
         """Run one chunk; see `runtime.stage.Stage.forward`.
@@ -120,7 +120,3 @@ class _LastLayer(Exception):  # noqa: N818 (no error: the way out of the model's
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
-
-
-def _last_position(microbatch: Microbatch) -> Tensor:
-    return torch.stack([chunk.position_ids.max() for chunk in microbatch.chunks]).max()

@@ -85,7 +85,8 @@ def trial_run(trunk: Trunk, attention: str) -> TrialRecord:
     """
     model = trunk.model
     model.eval()
-    model.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     model.set_attn_implementation(attention)
     record = TrialRecord()
     for _, name, full_name in trunk.siblings():

@@ -48,16 +48,6 @@ class Trunk:
             parent = getattr(parent, step)
             prefix += step + "."
 
-    def way(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules from the model down to the owner of the layers, with their full names."""
-        yield "", self.model
-        parent: nn.Module = self.model
-        passed = []
-        for step in self.name.split(".") if self.name else []:
-            passed.append(step)
-            parent = getattr(parent, step)
-            yield ".".join(passed), parent
-
 
 def find_trunk(model: PreTrainedModel) -> Trunk:
     """Find the list of decoder layers.

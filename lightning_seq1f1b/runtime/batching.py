@@ -46,12 +46,21 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """Some rows of the batch, cut into chunks. `rows` is their number, `length` their tokens."""
+    """Some rows of the batch, cut into chunks.
+
+    Attributes:
+        index: its place in the batch.
+        rows: how many.
+        length: tokens of each row.
+        chunks: the rows, piece by piece along the sequence.
+        last_position: 0-d int64, the largest position of the whole batch, which some rotary embeddings depend on.
+    """
 
     index: int
     rows: int
     length: int
     chunks: tuple[Chunk, ...]
+    last_position: Tensor
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -110,6 +119,7 @@ def cut_batch(
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=input_ids.device)[None]
+    last_position = positions.max()
     positions = positions.expand(rows, length)
     labels = batch.get("labels")
     shifted = None if labels is None else shift_labels(labels)
@@ -136,6 +146,7 @@ def cut_batch(
             rows=last - first,
             length=length,
             chunks=tuple(chunk(index, position, first, last) for position in range(len(spans))),
+            last_position=last_position,
         )
         for index, (first, last) in enumerate(split_rows(rows, num_microbatches))
     )

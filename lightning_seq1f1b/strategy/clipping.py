@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from lightning.pytorch.plugins import Precision
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 def clip_over_stages(
     plugin: Precision,
-    is_counted: Callable[[nn.Parameter], bool],
+    counted: Callable[[], Collection[nn.Parameter]],
     norm_of: Callable[[Sequence[Tensor]], Tensor],
 ) -> None:
     """Make a precision plugin clip by the pipeline's norm.
@@ -21,14 +21,14 @@ def clip_over_stages(
 
     Args:
         plugin: the Trainer's precision plugin.
-        is_counted: whether this rank counts a parameter in the norm; exactly one rank does for each.
+        counted: gives the parameters that this rank counts in the norm; exactly one rank does for each.
         norm_of: the norm over all stages of the gradients that each rank counts.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-        counted = [p.grad for p in parameters if p.grad is not None and is_counted(p)]
-        norm = norm_of(counted)
+        share = counted()
+        norm = norm_of([p.grad for p in parameters if p.grad is not None and p in share])
         torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
 
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]

@@ -22,6 +22,9 @@ from lightning_seq1f1b.schedule.costs import layers_per_stage
 BALANCE_LENGTH = 4096
 """Tokens of the row for which layers are balanced over the stages: long enough for attention to count."""
 
+_CUT = "_seq1f1b_cut"
+"""The attribute of a cut model where a later Trainer finds how it was cut."""
+
 
 @dataclass(frozen=True)
 class SameAs:
@@ -56,6 +59,29 @@ class CutModule:
                 for key, value in module.state_dict().items()
             }
 
+    @classmethod
+    def of(cls, module: pl.LightningModule, topology: Topology) -> CutModule:
+        """The module's cut: made now, or by an earlier Trainer of this program.
+
+        Raises:
+            ValueError: when it was cut into another number of stages.
+        """
+        _, model = find_causal_lm(module)
+        earlier: CutModule | None = getattr(model, _CUT, None)
+        if earlier is None or earlier.module is not module:
+            earlier = cls(module, topology)
+            setattr(model, _CUT, earlier)
+        elif earlier.topology != topology:
+            raise ValueError(
+                f"this {type(model).__name__} has been cut into {earlier.topology.num_stages} stage(s) by an earlier "
+                f"Trainer and cannot be cut into {topology.num_stages}: give the Trainer a new module"
+            )
+        return earlier
+
+    def is_of(self, module: pl.LightningModule | None) -> bool:
+        """Whether this is still the cut of the module: it may have been given a new, whole model since."""
+        return module is self.module and find_causal_lm(module)[1] is self.model
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the module has every module and parameter of the whole; foreign ones are on the meta device."""
@@ -72,12 +98,6 @@ class CutModule:
         """The user's parameters outside the language model; every stage holds them."""
         inside = set(self.model.parameters())
         return [parameter for parameter in self.module.parameters() if parameter not in inside]
-
-    def is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter: of those that several stages hold, the first stage does."""
-        if self.topology.pipeline_rank == 0:
-            return True
-        return not any(parameter is other for other in (*self.tied, *self.outside))
 
     def counted_names(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank counts, by name."""

@@ -22,6 +22,9 @@ from lightning_seq1f1b.strategy.failure import FailureBoard, open_store
 _BOARDS: list[FailureBoard] = []
 """The board of the default process group, which is global to the process; a second Trainer finds both here."""
 
+_GROUPS: dict[tuple[Any, Topology, timedelta], Groups] = {}
+"""Groups made so far within a default group: a second Trainer shares their connections and threads."""
+
 
 class PipelineProcesses(ParallelStrategy):
     """The part of a strategy that knows processes, and nothing of models.
@@ -97,6 +100,9 @@ class PipelineProcesses(ParallelStrategy):
         self.set_world_ranks()
         if self._groups is None:
             self._connect_processes()
+        self._broken = False
+        if self._board is not None:
+            self._board.open()
         if not self.is_distributed:
             # Lightning warns wherever torch.distributed is initialised; stages all log the same value.
             warnings.filterwarnings("ignore", message=".*It is recommended to use .*sync_dist=True.*")
@@ -119,7 +125,10 @@ class PipelineProcesses(ParallelStrategy):
             atexit.register(_leave)
             _BOARDS.append(FailureBoard(store, topology.rank, topology.world_size))
         self._board = _BOARDS[-1] if _BOARDS else None
-        self._groups = make_groups(topology, self._timeout)
+        key = (dist.group.WORLD, topology, self._timeout)
+        if key not in _GROUPS:
+            _GROUPS[key] = make_groups(topology, self._timeout)
+        self._groups = _GROUPS[key]
 
     @property
     def _process_groups(self) -> Groups:
@@ -167,8 +176,13 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """One row for each replica, [replicas, ...]."""
-        return super().all_gather(tensor, self._process_groups.replica if group is None else group, sync_grads)
+        """One row for each replica, [replicas, ...], unless a group is given.
+
+        `LightningModule.all_gather` gives the group of all processes where its user gave none.
+        """
+        if group is None or group is dist.group.WORLD:
+            group = self._process_groups.replica
+        return super().all_gather(tensor, group, sync_grads)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -176,9 +190,21 @@ class PipelineProcesses(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Share the first failure with all ranks."""
         self._broken = True
+        # A program that survives this goes on with new groups: in these, messages of the failed step may still wait.
+        self._groups = None
+        _GROUPS.clear()
         if self._board is not None:
             topology = self.topology
             self._board.report(exception, f"stage {topology.pipeline_rank} of replica {topology.replica}")
+
+    @override
+    def teardown(self) -> None:
+        """End a run; called after every fit, validate, test, predict, and after a failure of one."""
+        if not self._broken:
+            self.barrier()  # rank 0 hosts the store: it must not leave while another one is still at work
+        if self._board is not None:
+            self._board.close()
+        super().teardown()
 
 
 def _leave() -> None:

@@ -94,7 +94,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         self._cut: CutModule | None = None
         self._pipeline: Pipeline | None = None
         self._whole_groups: list[list[WholeGroup]] = []
-        self._accumulating = False
+        self._accumulating = self._zeroing_follows = False
         self._batch_idx = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class Seq1F1BStrategy(PipelineProcesses):
         module = self.lightning_module
         assert module is not None
         self.model = self.precision_plugin.convert_module(module)
-        if self._cut is None or self._cut.module is not module:
-            self._cut = CutModule(module, self.topology)
+        if self._cut is None or not self._cut.is_of(module):
+            self._cut = CutModule.of(module, self.topology)
             rank_zero_info(describe(self._cut, self.schedule))
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -186,11 +186,11 @@ class Seq1F1BStrategy(PipelineProcesses):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = plugin
         if plugin is not None:
-            clip_over_stages(plugin, self._is_counted, self._norm)
+            clip_over_stages(plugin, self._counted, self._norm)
 
-    def _is_counted(self, parameter: nn.Parameter) -> bool:
+    def _counted(self) -> set[nn.Parameter]:
         assert self._cut is not None
-        return self._cut.is_counted(parameter)
+        return set(self._cut.counted_names().values())
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return pipeline_norm(gradients, self._process_groups.pipeline, self.root_device)
@@ -224,6 +224,15 @@ class Seq1F1BStrategy(PipelineProcesses):
         """Remember where in the accumulation window this batch stands."""
         self._batch_idx = batch_idx
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's; only what it calls is followed by Lightning's zeroing, not what hooks call."""
+        self._zeroing_follows = self._about_to_be_zeroed()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._zeroing_follows = False
+
     def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What calling the language model does: the whole pipelined step, forward only where gradients are off."""
         assert self._cut is not None
@@ -233,7 +242,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         stash = GradientStash(self._cut.module.parameters())
         try:
             if training:
-                stash.set_aside(keep=not self._about_to_be_zeroed())
+                stash.set_aside(keep=not self._zeroing_follows)
             loss = self._pipeline.run(batch, training=training, trace=trace)
         except BaseException:
             self._broken = True  # ranks are at different places: no collective can work any more
@@ -242,14 +251,14 @@ class Seq1F1BStrategy(PipelineProcesses):
         return bridge(loss, stash.take()) if training else loss
 
     def _about_to_be_zeroed(self) -> bool:
-        """Whether Lightning zeroes the gradients right after this step, with nobody to see them before.
+        """Whether Lightning zeroes the gradients right after this training step, with nobody to see them before.
 
-        Then they are dropped now, and the step does not hold two sets of gradients.
+        Then they are dropped before the pipeline runs, which so does not hold two sets of gradients.
         """
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        if not module.automatic_optimization or not trainer.training:
+        if not module.automatic_optimization:
             return False
         watched = is_overridden("optimizer_zero_grad", module) or is_overridden("on_before_zero_grad", module)
         watched |= any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in callbacks_of(trainer))
@@ -308,7 +317,7 @@ class Seq1F1BStrategy(PipelineProcesses):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict: into the whole module before it is cut, else this rank's part of it."""
-        if self._cut is None or self._cut.module is not self.lightning_module:
+        if self._cut is None or not self._cut.is_of(self.lightning_module):
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._cut.load_state(checkpoint["state_dict"], strict=strict)

@@ -26,7 +26,7 @@ def check_precision(plugin: Precision) -> None:
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The Trainer's callbacks; its class does not declare the attribute."""
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 def check_trainer(trainer: pl.Trainer, layer_sync: object) -> None:

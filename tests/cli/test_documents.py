@@ -156,7 +156,7 @@ def test_documents_without_a_token_to_predict_are_refused(tokenizer, tmp_path, t
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     data = LongDocuments(str(path), tokenizer, sequence_length=LENGTH, documents="truncate")
-    with pytest.raises(ValueError, match="none of their [01] document\\(s\\) has a token to predict"):
+    with pytest.raises(ValueError, match=r"none of their [01] document\(s\) has a token to predict"):
         data.setup("fit")
 
 

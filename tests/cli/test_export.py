@@ -99,7 +99,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     torch.save({"state_dict": {}, "transformers_config": Malicious(tmp_path / "hacked")}, tmp_path / "a.ckpt")
     with pytest.raises(SystemExit):
         main(["export", "--checkpoint", str(tmp_path / "a.ckpt"), "--output", str(tmp_path / "out")])
-    assert "cannot be read safely" in " ".join(capsys.readouterr().err.split()) or not (tmp_path / "hacked").exists()
+    assert "holds more than tensors and plain values" in capsys.readouterr().err
     assert not (tmp_path / "hacked").exists()
 
 
@@ -113,7 +113,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: str 
 def test_what_is_no_checkpoint_of_the_module_is_refused(tmp_path, capsys):
     assert "is not a file" in refused(tmp_path, capsys)
     (tmp_path / "a.ckpt").write_text("no checkpoint")
-    assert "is not a checkpoint that can be read safely" in refused(tmp_path, capsys)
+    assert "is damaged or no checkpoint" in refused(tmp_path, capsys)
     torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
     assert "was not written by CausalLM" in refused(tmp_path, capsys)
 
@@ -122,7 +122,7 @@ def test_a_cut_off_file_is_refused(tmp_path, capsys):
     trained(tmp_path)
     whole = (tmp_path / "a.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
-    assert "is not a checkpoint that can be read safely" in refused(tmp_path, capsys, "cut.ckpt")
+    assert "is damaged or no checkpoint" in refused(tmp_path, capsys, "cut.ckpt")
 
 
 def test_missing_and_unknown_weights_are_all_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,7 @@ def test_the_decay_falls_to_zero_at_the_last_step(decay, middle):
     factors = [learning_rate_factor(step, 4, 24, decay) for step in range(25)]
     assert factors[14] == pytest.approx(middle)
     assert factors[24] == pytest.approx(0.0, abs=1e-12)
-    assert all(later < earlier for earlier, later in zip(factors[4:], factors[5:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(factors[4:]))
 
 
 def test_cosine_and_linear_differ_in_between():

@@ -70,12 +70,12 @@ def test_the_plain_trainer_script_gives_the_loss_of_one_device(model, tmp_path):
 
 def test_prompts_and_answers_under_torchrun(model, tmp_path):
     options = [*smaller(model, tmp_path), f"--data.files={EXAMPLES / 'prompt_answer.jsonl'}"]
-    options.append("--trainer.logger=lightning.pytorch.loggers.CSVLogger")
-    options.append(f"--trainer.logger.save_dir={tmp_path}")
+    options += ["--data.sequence_length=160", "--model.learning_rate=1e-2"]
+    options += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
     succeed([EXAMPLES / "torchrun.sh", EXAMPLES / "prompt_answer.yaml", "2", *options], tmp_path)
     losses = logged_losses(tmp_path)
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]
+    assert len(losses) == 4, "eight of ten rows, two in a batch"
+    assert losses[-1] < losses[0] - 0.3
     (saved,) = tmp_path.rglob("run.yaml")
     assert "num_chunks: 2" in saved.read_text()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from support.tiny_models import tiny_config
@@ -14,6 +16,7 @@ from lightning_seq1f1b.ops.reference import causal_mask, reference_attention
 from lightning_seq1f1b.schedule.spans import Span
 
 SPAN = Span(14, 20)
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
 def arguments(family: str, attention_mask: torch.Tensor | None = None) -> dict[str, object]:
@@ -21,7 +24,7 @@ def arguments(family: str, attention_mask: torch.Tensor | None = None) -> dict[s
     config._attn_implementation = NAME
     cache: ChunkCache = ChunkedState(layer_kinds(config), 30).chunk(1, SPAN)
     hidden = torch.zeros(2, SPAN.length, 32)
-    return {"config": config, "inputs_embeds": hidden, "attention_mask": attention_mask, "cache": cache}
+    return {"config": config, "inputs_embeds": hidden, "attention_mask": attention_mask, CACHE_NAME: cache}
 
 
 def test_a_causal_mask_is_described() -> None:
@@ -66,6 +69,13 @@ def test_two_predicates_that_are_no_window_are_filled_in() -> None:
     mask = describe_mask(1, 4, 4, mask_function=and_masks(even, causal_mask_function))
     assert isinstance(mask, torch.Tensor)
     assert mask[0, 0].tolist() == [[key <= query and key % 2 == 0 for key in range(4)] for query in range(4)]
+
+
+def test_queries_that_do_not_end_with_the_keys_get_a_filled_mask() -> None:
+    """So it is in a cache of fixed size, whose keys behind the queries are not there yet."""
+    mask = describe_mask(1, q_length=2, kv_length=6, q_offset=1)
+    assert isinstance(mask, torch.Tensor)
+    assert mask[0, 0].int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
 
 
 class Layer(nn.Module):

@@ -132,15 +132,9 @@ def test_layers_that_ignore_the_cache(layers: tuple[int, ...], listed: str) -> N
 class OwnLoss(LlamaForCausalLM):
     """Computes its loss without `loss_function`."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: Any = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        output = super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, cache=cache, **kwargs)
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        output = super().forward(*args, **kwargs)
         loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=output.logits)
 
@@ -152,17 +146,10 @@ def test_a_loss_of_its_own() -> None:
 class TwiceThroughTheLayers(LlamaForCausalLM):
     """Runs every layer two times."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: Any = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "cache": cache, **kwargs}
-        self.model(**given)
-        return super().forward(labels=labels, **given)
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        self.model(*args, **kwargs)
+        return super().forward(*args, labels=labels, **kwargs)
 
 
 def test_layers_that_run_twice() -> None:

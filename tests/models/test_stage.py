@@ -136,6 +136,15 @@ def test_it_runs_the_models_own_forward_behind_a_facade() -> None:
         assert largest_difference(run_stages([stage], batch), truth) < 1e-10
 
 
+def test_hooks_of_the_user_on_a_stages_first_and_last_layer_run() -> None:
+    model, batch = tiny_model("llama"), tiny_batch()
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] * 2, *args[1:]))
+    model.model.layers[2].register_forward_hook(lambda layer, args, output: output * 3)
+    with float64_throughout():
+        truth = run_whole(model, batch)
+        assert largest_difference(run_stages(make_stages(model), batch), truth) < 1e-10
+
+
 def test_received_hidden_states_are_not_written_to() -> None:
     """CTRL scales what it takes for embeddings in place."""
     stage = make_stages(tiny_model("ctrl"))[1]

@@ -112,6 +112,14 @@ def test_bfloat16_autocast_is_as_close_to_float32_as_one_device() -> None:
     assert error(staged, truth) < 1.2 * error(whole, truth)
 
 
+def test_bfloat16_weights_are_as_close_to_float32_as_one_device() -> None:
+    model, batch = tiny_model("llama", torch.float32), tiny_batch()
+    truth = run_whole(model, batch)
+    half = tiny_model("llama", torch.float32).to(torch.bfloat16)
+    whole, staged = run_whole(half, batch), run_stages(make_stages(half), batch)
+    assert error(staged, truth) < 1.2 * error(whole, truth)
+
+
 def error(result: Result, truth: Result) -> float:
     """Root mean square of all gradients' differences."""
     differences = [

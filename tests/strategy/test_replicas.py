@@ -1,12 +1,18 @@
 """Two replicas of a pipeline behave as two devices under data parallelism; stages never count."""
 
+import os
+from itertools import chain
+from unittest import mock
+
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from support.fitting import DATA_PARALLEL, TWO_BY_TWO, difference, everywhere, fit, rows, weights
-from support.numbered_rows import NumberedRows, SeenRows
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from support.fitting import DATA_PARALLEL, TWO_BY_TWO, difference, everywhere, fit, fitted_weights, rows, weights
+from support.numbered_rows import AugmentedRows, NumberedRows, SeenRows
 from support.training import FineTune
 from torch.utils.data import DataLoader
+from torch import nn
 from torchmetrics import MeanMetric, SumMetric
 
 TOLERANCE = 5e-6
@@ -47,6 +53,45 @@ def unclipped(where):
     return trained(where)
 
 
+class ByHand(FineTune):
+    """Accumulates by hand, and has a learned factor beside the language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.model(**batch).loss * self.factor)
+        if batch_idx % 2:
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.2)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_hand(where):
+    return fitted_weights(where, ByHand())
+
+
+class OwnScore(FineTune):
+    """Logs a score that differs between replicas: the number of a row it has seen."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("score", float(batch["input_ids"][0, 0] + self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def stopped(where):
+    """The first replica has row 0, the second row 1, so that the second goes over the threshold first."""
+    stop = EarlyStopping("score", mode="min", patience=99, divergence_threshold=5.5, check_on_train_epoch_end=True)
+    loader = DataLoader(NumberedRows(2), batch_size=1)
+    trainer = fit(where, OwnScore(), loader, callbacks=[stop], max_epochs=6)
+    return trainer.current_epoch, trainer.global_step
+
+
 class Logging(FineTune):
     """Logs one value in every way that reduces over processes."""
 
@@ -65,8 +110,8 @@ class Logging(FineTune):
         self.log("own", loss)
         self.count.update(count)
         self.average.update(loss.detach(), count)
-        self.log("metric_sum", self.count)
-        self.log("metric_mean", self.average)
+        self.log("metric_sum", self.count, on_step=False, on_epoch=True)
+        self.log("metric_mean", self.average, on_step=False, on_epoch=True)
         self.gathered = self.all_gather({"loss": loss.detach(), "rows": batch["input_ids"][:1, 0]})
         return loss
 
@@ -77,31 +122,30 @@ def logged(where):
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gathered
 
 
-def seen(where, loaders, **options):
-    recorder = SeenRows()
-    trainer = fit(where, loaders, loaders.train_dataloader(), loaders.val_dataloader(), callbacks=[recorder], **options)
-    return recorder.train, recorder.val, len(trainer.train_dataloader), trainer.num_training_batches
-
-
 class WithLoaders(FineTune):
-    """Has loaders of its own, which it can be asked for again."""
+    """Has loaders of its own, which it can be asked for again; writes down the sum of each batch's tokens."""
 
-    def __init__(self):
+    def __init__(self, num_workers=0):
         super().__init__()
-        self.asked = 0
+        self.num_workers, self.asked, self.sums = num_workers, 0, []
+
+    def training_step(self, batch, batch_idx):
+        self.sums.append(int(batch["input_ids"].sum()))
+        return super().training_step(batch, batch_idx)
 
     def train_dataloader(self):
         self.asked += 1
-        return DataLoader(NumberedRows(18), batch_size=2, shuffle=True)
+        dataset = AugmentedRows(18) if self.num_workers else NumberedRows(18)
+        return DataLoader(dataset, batch_size=2, shuffle=True, num_workers=self.num_workers)
 
     def val_dataloader(self):
         return DataLoader(NumberedRows(7), batch_size=2)
 
 
-def data(where, **options):
-    recorder, module = SeenRows(), WithLoaders()
+def data(where, num_workers=0, **options):
+    recorder, module = SeenRows(), WithLoaders(num_workers)
     trainer = fit(where, module, None, callbacks=[recorder], **options)
-    return recorder.train, recorder.val, len(trainer.train_dataloader), module.asked
+    return recorder.train, recorder.val, len(trainer.train_dataloader), module.asked, module.sums
 
 
 def all_data(where):
@@ -120,6 +164,12 @@ def reloaded(where):
     return data(where, reload_dataloaders_every_n_epochs=1)
 
 
+def augmented_by_workers(where):
+    with mock.patch.dict(os.environ):
+        L.seed_everything(3, workers=True)
+        return data(where, num_workers=1)
+
+
 class PlainBatchSampler:
     """Lists batches, but is no BatchSampler that Lightning could make anew."""
 
@@ -136,7 +186,19 @@ def batch_sampler_refused(where):
     return str(caught.value)
 
 
-CASES = (clipped, unclipped, logged, all_data, limited, overfitted, reloaded, batch_sampler_refused)
+CASES = (
+    clipped,
+    unclipped,
+    by_hand,
+    stopped,
+    logged,
+    all_data,
+    limited,
+    overfitted,
+    reloaded,
+    augmented_by_workers,
+    batch_sampler_refused,
+)
 
 
 def ours(case):
@@ -162,6 +224,19 @@ def test_steps_and_norm_equal_data_parallel_with_tied_weights(case):
     assert difference(ours(case)[0][0][1], expected_weights) <= TOLERANCE
 
 
+@pytest.mark.behaviour(3)
+def test_manual_optimization_equals_data_parallel():
+    assert difference(ours(by_hand)[0][0], truth(by_hand)[0]) <= TOLERANCE
+
+
+@pytest.mark.behaviour(21)
+def test_one_replica_stops_all():
+    expected = truth(stopped)
+    assert expected[0] == expected[1]
+    for replica in ours(stopped):
+        assert replica == expected
+
+
 def test_clipping_was_put_to_the_test():
     assert difference(truth(clipped)[0][1], truth(unclipped)[0][1]) > 100 * TOLERANCE
 
@@ -172,16 +247,15 @@ def test_replicas_see_disjoint_data():
     assert first[0] == first[1]
     assert second[0] == second[1]
     for one, other in zip(first[0], second[0], strict=True):
-        rows_of_one, rows_of_other = (sorted(sum(batches, [])) for batches in (one, other))
-        assert sorted(rows_of_one + rows_of_other) == list(range(18))
+        assert sorted(chain(*one, *other)) == list(range(18))
     for replica in ours(all_data):
-        for _, _, length, _ in replica:
+        for _, _, length, *_ in replica:
             assert length == 5
 
 
 @pytest.mark.behaviour(15)
 @pytest.mark.behaviour(16)
-@pytest.mark.parametrize("case", [all_data, limited, overfitted, reloaded])
+@pytest.mark.parametrize("case", [all_data, limited, overfitted, reloaded, augmented_by_workers])
 def test_loaders_behave_as_under_data_parallel(case):
     for replica, expected in zip(ours(case), truth(case), strict=True):
         for result in replica:

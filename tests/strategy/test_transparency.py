@@ -2,10 +2,13 @@
 
 import functools
 
+import lightning as L
 import pytest
 import torch
 from support.processes import run_processes
-from support.training import Scenario, assert_same, train, train_all
+from support.training import QUIET, FineTune, Scenario, assert_same, loaders, train, train_all
+
+from lightning_seq1f1b import Seq1F1BStrategy
 
 DTYPES = {"float64": (torch.float64, "64-true", 1e-6), "float32": (torch.float32, "32-true", 5e-6)}
 CHUNKS = [(1, "even"), (3, "even"), (5, "even"), (1, "balanced"), (3, "balanced"), (5, "balanced")]
@@ -36,3 +39,51 @@ def test_equals_one_device(num_stages, dtype, padded):
     by_rank = run_processes(train_all, num_stages, scenarios, num_stages)
     for case in range(len(scenarios)):
         assert_same([outcomes[case] for outcomes in by_rank], expected, DTYPES[dtype][2])
+
+
+def refit_with_a_new_model(rank):
+    """A `configure_model` that is not idempotent gives the module a new, whole model for every fit, validate, test."""
+    return losses_of_two_validations(2)
+
+
+def losses_of_two_validations(devices):
+    where = {"devices": 1, "strategy": "auto"} if devices is None else {"devices": devices, "strategy": "seq1f1b"}
+    trainer, module = L.Trainer(**QUIET, **where), FineTune()
+    _, validation = loaders(Scenario())
+    losses = []
+    for seed in (0, 1):
+        module.overrides = {"seed": seed}
+        module.__dict__["_modules"].pop("model", None)
+        losses.append(trainer.validate(module, validation, verbose=False)[0]["val_loss"])
+    return losses
+
+
+def test_a_model_made_anew_is_cut_anew():
+    expected = losses_of_two_validations(None)
+    assert abs(expected[0] - expected[1]) > 1e-3
+    for losses in run_processes(refit_with_a_new_model, 2):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=5e-6)
+
+
+def validated_by_a_second_trainer(devices):
+    def trainer():
+        where = {"devices": 1, "strategy": "auto"} if devices is None else {"devices": devices}
+        return L.Trainer(**QUIET, max_epochs=1, **({"strategy": Seq1F1BStrategy(num_chunks=2)} | where))
+
+    module, (training, validation) = FineTune(), loaders(Scenario())
+    trainer().fit(module, training)
+    loss = trainer().validate(module, validation, verbose=False)[0]["val_loss"]
+    if devices is not None:
+        with pytest.raises(ValueError, match=r"cut into 2 stage\(s\) by an earlier Trainer"):
+            L.Trainer(**QUIET, devices=devices, strategy=Seq1F1BStrategy(num_stages=1)).validate(module, validation)
+    return loss
+
+
+def fit_then_validate(rank):
+    return validated_by_a_second_trainer(2)
+
+
+def test_a_second_trainer_takes_the_module_as_it_is():
+    expected = validated_by_a_second_trainer(None)
+    for loss in run_processes(fit_then_validate, 2):
+        assert abs(loss - expected) < 5e-6

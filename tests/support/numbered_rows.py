@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.training import Rows
@@ -18,6 +20,17 @@ class NumberedRows(Rows):
     def __init__(self, count: int, length: int = 13) -> None:
         super().__init__(count, length=length, seed=5)
         self.ids[:, 0] = FIRST_TOKEN + torch.arange(count)
+
+
+class AugmentedRows(NumberedRows):
+    """Draws three tokens of a row anew each time, from every source of random numbers that datasets use."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        drawn = [int(torch.randint(3, 90, ())), random.randint(3, 90), int(np.random.randint(3, 90))]
+        row["input_ids"] = row["input_ids"].clone()
+        row["input_ids"][-3:] = torch.tensor(drawn)
+        return row
 
 
 def numbers(batch: dict[str, torch.Tensor]) -> list[int]:

@@ -44,7 +44,8 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_call, args=(theirs, function, rank, world_size, port, args), daemon=True)
+        # Not daemons, which could not start a DataLoader's workers.
+        process = _CONTEXT.Process(target=_call, args=(theirs, function, rank, world_size, port, args), daemon=False)
         process.start()
         theirs.close()
         processes.append(process)
