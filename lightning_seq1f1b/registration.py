@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
-NAMES = ("seq1f1b", "seq1f1bstrategy")
-"""Lightning lower-cases names; the second is what jsonargparse makes of a bare `--trainer.strategy=Seq1F1BStrategy`."""
+NAMES = ("seq1f1b", "seq1f1bstrategy", "lightning_seq1f1b.seq1f1bstrategy")
+"""Lightning lower-cases names. A class path without arguments reaches it as a name: `--trainer.strategy=CLASS_PATH`."""
 
 
 def register_when_lightning_loads() -> None:

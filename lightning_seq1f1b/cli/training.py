@@ -1,4 +1,8 @@
-"""The training commands: LightningCLI with this package's strategy, module and data module as defaults."""
+"""The training commands: LightningCLI with this package's strategy, module and data module as defaults.
+
+The Trainer's own defaults hold but for two: the strategy, which takes every device as a stage, and clipping of the
+gradients to norm 1. `seed_everything` is 0. The whole configuration of a run is saved as `run.yaml` beside its logs.
+"""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ class _Run:
         self._rank, self._world_size = rank, world_size
         self._found: str | None = None
         self._noticed, self._closed = threading.Event(), threading.Event()
+        self._acknowledging, self._acknowledged = threading.Lock(), False
         self._thread = threading.Thread(target=self._watch, name="seq1f1b-failure-watch", daemon=True)
         self._thread.start()
 
@@ -88,6 +89,7 @@ class _Run:
         """Write a failure unless there is one already; the first one is returned."""
         try:
             first = self._main_store.compare_set(_FAILURE, "", own).decode()
+            self._acknowledge(self._main_store)
             if first == own:
                 self._linger()
             return first
@@ -102,6 +104,12 @@ class _Run:
         # A thread that asked a store that is about to end would write its complaints below the user's traceback.
         self._thread.join(POLL_S)
 
+    def _acknowledge(self, store: dist.Store) -> None:
+        with self._acknowledging:
+            if not self._acknowledged:
+                self._acknowledged = True
+                store.add(_SEEN, 1)
+
     def _linger(self) -> None:
         """Stay until the others have read the report: this rank may host the store."""
         deadline = time.monotonic() + 4 * POLL_S
@@ -115,7 +123,7 @@ class _Run:
                     return
             self._found = self._watch_store.get(_FAILURE).decode()
             self._noticed.set()
-            self._watch_store.add(_SEEN, 1)
+            self._acknowledge(self._watch_store)
         except Exception:
             if self._found is None:
                 self._found = _HOST_GONE

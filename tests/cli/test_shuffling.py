@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
 from lightning_seq1f1b.cli.shuffling import EpochShuffle
 
@@ -29,3 +31,14 @@ def test_the_random_state_of_the_process_is_neither_used_nor_moved():
     assert order(0, 0) == first
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_replicas_share_the_order_of_one_device(epoch):
+    """Lightning deals the rows to the replicas in turn, so that a step over all of them has one device's rows."""
+    shares = [
+        list(DistributedSamplerWrapper(EpochShuffle(50, 3, lambda: epoch), num_replicas=2, rank=rank, shuffle=False))
+        for rank in range(2)
+    ]
+    dealt = [row for rows in zip(*shares, strict=True) for row in rows]
+    assert dealt == order(3, epoch)

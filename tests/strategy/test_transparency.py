@@ -29,6 +29,7 @@ def one_device(dtype, padded):
     return train(scenario(dtype, padded=padded), None)
 
 
+@pytest.mark.behaviour(1)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("padded", [False, True])

@@ -82,6 +82,8 @@ def _call(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A DataLoader's workers start as they do in an ordinary process, not through a fork server of their own.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),

@@ -1,0 +1,243 @@
+"""What cannot work, or would be silently different, is refused by name, on all ranks, before any message moves."""
+
+import functools
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from support.fitting import SHORT, everywhere, fit, rows, stages
+from support.training import FineTune
+from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration
+
+from lightning_seq1f1b import Seq1F1BStrategy
+
+SMALL_BERT = BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The error that a fit ended with, and how many activations and gradients had left this rank before."""
+
+    kind: str
+    text: str
+    sent: int
+
+
+class Holds(FineTune):
+    """A module that makes another model than a causal language model."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def configure_model(self):
+        self.model = self.make()
+
+
+class WithoutLabels(FineTune):
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch["input_ids"]).loss
+
+
+class OwnRows(FineTune):
+    """Every rank loads rows of its own."""
+
+    def train_dataloader(self):
+        return rows(seed=dist.get_rank())
+
+
+class QuasiNewton(FineTune):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ForeignParameter(FineTune):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+class TwoModels(FineTune):
+    def configure_model(self):
+        super().configure_model()
+        self.reference = self.model.__class__(self.model.config)
+
+
+CASES = {}
+
+
+def refuses(text, kind="ValueError", behaviour=None):
+    """Add a case: a function of the options of a fit, and the error that they must give."""
+
+    def add(options):
+        marks = () if behaviour is None else (pytest.mark.behaviour(behaviour),)
+        case = functools.partial(refused, options)
+        CASES[options.__name__] = pytest.param(case, kind, text, id=options.__name__, marks=marks)
+        return options
+
+    return add
+
+
+def refused(options, where):
+    """Fit with a case's `module`, `strategy` arguments, `loader` and options of the Trainer."""
+    options = dict(options())
+    place = stages(where.devices, **options.pop("strategy", {}))
+    module, loader = options.pop("module", FineTune()), options.pop("loader", rows())
+    with (
+        mock.patch.object(dist, "isend", wraps=dist.isend) as send,
+        pytest.raises((ValueError, RuntimeError)) as caught,
+    ):
+        fit(place, module, loader, **options)
+    return Refusal(caught.type.__name__, str(caught.value), send.call_count)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+@refuses("a batch without labels")
+def no_labels():
+    return {"module": WithoutLabels()}
+
+
+@refuses("the pipeline ranks of one replica hold different batches: 'input_ids' is rank 0:", "BatchMismatchError")
+def different_batches():
+    return {"module": OwnRows(), "loader": None}
+
+
+@refuses("[10, 10, 10] add up to 30 tokens, but the rows have 29; change the list, or use partition='balanced'")
+def lengths_that_do_not_add_up():
+    return {"strategy": {"partition": [10, 10, 10], "num_chunks": "auto"}}
+
+
+@refuses(f"{SHORT} tokens")
+def more_chunks_than_tokens():
+    return {"strategy": {"num_chunks": SHORT + 1}}
+
+
+@refuses(f"{SHORT} tokens")
+def more_even_chunks_than_tokens():
+    return {"strategy": {"num_chunks": SHORT + 1, "partition": "even"}}
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+@refuses("set num_stages between 1 and 1", behaviour=39)
+def more_stages_than_layers():
+    return {"module": FineTune(num_hidden_layers=1)}
+
+
+@refuses("BertForSequenceClassification has no output embeddings, so it is no causal language model")
+def classifier():
+    return {"module": Holds(functools.partial(BertForSequenceClassification, SMALL_BERT))}
+
+
+@refuses("BertModel has no output embeddings")
+def headless_model():
+    return {"module": Holds(functools.partial(BertModel, SMALL_BERT))}
+
+
+@refuses("T5ForConditionalGeneration is an encoder-decoder model")
+def encoder_decoder():
+    config = T5Config(num_layers=2, d_model=8, d_kv=4, d_ff=8, num_heads=2)
+    return {"module": Holds(functools.partial(T5ForConditionalGeneration, config))}
+
+
+@refuses("no Hugging Face causal language model found in Holds")
+def plain_module():
+    return {"module": Holds(functools.partial(torch.nn.Linear, 2, 2))}
+
+
+@refuses("TwoModels holds 2 models of transformers: model (LlamaForCausalLM), reference (LlamaForCausalLM)")
+def two_models():
+    return {"module": TwoModels()}
+
+
+# ---- features ------------------------------------------------------------------------------------------------------
+
+
+@refuses("does not support the callback StochasticWeightAveraging", behaviour=45)
+def stochastic_weight_averaging():
+    return {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-2)]}
+
+
+@refuses("does not support the callback EMAWeightAveraging", behaviour=45)
+def exponential_moving_average():
+    return {"callbacks": [EMAWeightAveraging()]}
+
+
+@refuses("does not support the callback WeightAveraging", behaviour=45)
+def weight_averaging():
+    return {"callbacks": [WeightAveraging()]}
+
+
+@refuses("does not support sync_batchnorm=True", behaviour=45)
+def batch_norm_over_ranks():
+    return {"sync_batchnorm": True}
+
+
+@refuses("does not support LBFGS", behaviour=45)
+def quasi_newton():
+    return {"module": QuasiNewton()}
+
+
+@refuses("does not support precision='16-mixed'; choose one of 32-true", behaviour=45)
+def half_precision_mixed():
+    return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+
+
+@refuses("does not support precision='16-true'", behaviour=45)
+def half_precision():
+    return {"precision": "16-true"}
+
+
+@refuses("Using a compiled model is incompatible with the current strategy: `Seq1F1BStrategy`", "RuntimeError", 45)
+def compiled_module():
+    return {"module": torch.compile(FineTune())}
+
+
+@refuses("SGD holds a parameter that is not the module's: make optimizers in configure_optimizers")
+def parameter_of_nobody():
+    return {"module": ForeignParameter()}
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), list(CASES.values()))
+def test_refused_on_all_ranks_before_any_message(case, kind, text):
+    every = tuple(case.values[0] for case in CASES.values())
+    first, *others = everywhere(every, stages(2))[case]
+    assert text in first.text
+    assert first.kind == kind
+    for refusal in (first, *others):
+        assert (refusal.kind, refusal.text, refusal.sent) == (kind, first.text, 0)
+
+
+# ---- arguments of the strategy, refused when it is made ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_stages": 0}, "num_stages must be at least 1, or None for all devices, not 0"),
+        ({"num_stages": -2}, "num_stages must be at least 1"),
+        ({"num_chunks": 0}, 'num_chunks must be a positive integer or "auto", not 0'),
+        ({"num_chunks": 2.5}, "num_chunks must be a positive integer"),
+        ({"num_chunks": "many"}, "num_chunks must be a positive integer"),
+        ({"num_microbatches": -1}, "num_microbatches must be a positive integer"),
+        ({"num_microbatches": True}, "num_microbatches must be a positive integer"),
+        ({"schedule": "seq1f1"}, "did you mean 'seq1f1b'"),
+        ({"schedule": "forward"}, "schedule"),
+        ({"partition": "ballanced"}, "did you mean 'balanced'"),
+        ({"partition": []}, "partition must list the chunks' lengths, at least one token each"),
+        ({"partition": [3, 0]}, "at least one token each"),
+        ({"partition": [3, 4], "num_chunks": 3}, "partition lists 2 chunks, but num_chunks=3"),
+        ({"schedule": "1f1b", "num_chunks": 4}, "runs whole rows, so num_chunks must be 1, not 4"),
+        ({"schedule": "1f1b", "partition": [3, 4]}, "runs whole rows"),
+    ],
+)
+def test_arguments_are_checked_when_the_strategy_is_made(arguments, text):
+    with pytest.raises(ValueError) as caught:
+        Seq1F1BStrategy(**arguments)
+    assert text.lower() in str(caught.value).lower()
