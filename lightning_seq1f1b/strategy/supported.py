@@ -33,6 +33,11 @@ def check_trainer(trainer: pl.Trainer, layer_sync: object) -> None:
     """Raise ValueError for callbacks and Trainer options that a pipeline cannot honour."""
     if layer_sync is not None:
         raise ValueError("Seq1F1BStrategy does not support sync_batchnorm=True: language models have no batch norm")
+    if trainer.world_size > 1 and getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise ValueError(
+            "Seq1F1BStrategy does not support a time as val_check_interval: every process would decide by its own "
+            "clock when to validate, and stages would wait for each other; give a number of batches"
+        )
     for callback in callbacks_of(trainer):
         for refused, reason in _CALLBACKS:
             if isinstance(callback, refused):

@@ -88,6 +88,7 @@ def test_the_demos_yaml_under_slurm(model, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "topics.txt").write_text("a long text to learn from, " * 20)
     options = [*smaller(model, tmp_path), "--data.files=text/*.txt", f"--trainer.logger.save_dir={tmp_path}"]
+    options.append("--trainer.limit_train_batches=2")
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "seq1f1b", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
     job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
     succeed(

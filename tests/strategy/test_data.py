@@ -92,7 +92,8 @@ def listed(where):
 
 
 def with_dropout(where):
-    module = Module(family="gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    """Three layers, so that the stages draw different amounts of random numbers."""
+    module = Module(family="gpt2", num_hidden_layers=3, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
     return run(where, module)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from support.fitting import ONE_DEVICE, TWO_STAGES, everywhere, fit, rows
+from support.processes import run_processes
 from support.training import FineTune
 
 TOLERANCE = 5e-6
@@ -104,3 +105,13 @@ def test_a_plateau_lowers_the_rate_equally_on_all_stages():
     expected = everywhere(CASES, ONE_DEVICE)[followed][0]
     assert len(set(expected["rates"])) > 2
     assert everywhere(CASES, TWO_STAGES)[followed] == [expected] * 2
+
+
+def validated_by_the_clock(rank):
+    with pytest.raises(ValueError, match="a time as val_check_interval") as caught:
+        run(TWO_STAGES, val_check_interval="00:01:00:00")
+    return str(caught.value)
+
+
+def test_validation_by_each_process_own_clock_is_refused():
+    assert all("give a number of batches" in message for message in run_processes(validated_by_the_clock, 2))

@@ -25,7 +25,7 @@ class LossKeeper(FineTune):
 def run(where, precision):
     module = LossKeeper()
     trainer = fit(where, module, rows(), precision=precision, gradient_clip_val=0.5, accumulate_grad_batches=2)
-    flat = torch.cat([value.double().flatten() for value in weights(trainer).values()] or [torch.empty(0)])
+    flat = torch.cat([value.double().flatten() for value in weights(trainer).values()])
     return torch.tensor(module.losses, dtype=torch.float64), flat, module.dtypes
 
 
@@ -60,7 +60,6 @@ def test_rounding_is_that_of_one_device(case):
     own = (own_losses - exact_losses).norm(), (own_weights - exact_weights).norm()
     assert min(own) > 0
     ours = (by_rank[0][0] - exact_losses).norm(), (by_rank[0][1] - exact_weights).norm()
-    print(case.__name__, own, ours)
     for mine, theirs in zip(ours, own, strict=True):
         assert mine <= 2 * theirs
     for losses, _, _ in by_rank:

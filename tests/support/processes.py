@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -22,10 +24,16 @@ class ProcessFailedError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, below those the system gives out by itself.
+
+    One of the system's own might be given to somebody else's connection before the processes come to use it.
+    """
+    chance = random.SystemRandom()
+    while True:
+        port = chance.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_processes(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:

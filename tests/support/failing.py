@@ -1,0 +1,114 @@
+"""A user's program in which one rank fails, at a place of choice: `python failing.py PLACE RANK WORLD_SIZE`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from support.fitting import SHORT
+from support.training import QUIET, FineTune, Rows
+from torch.utils.data import DataLoader
+
+from lightning_seq1f1b import Seq1F1BStrategy
+
+MESSAGE = "the user's own mistake"
+BUSY_S = 100
+
+
+class UsersError(Exception):
+    """What the user's code raises; its text is not its only argument."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code, self.text = code, text
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.code})"
+
+
+def fail(*_: Any) -> NoReturn:
+    """Raise, after saying when."""
+    _say_when()
+    raise UsersError(7, MESSAGE)
+
+
+def die() -> None:
+    """End as if the system had ended the process for want of memory."""
+    _say_when()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say_when() -> None:
+    print(f"fails at {time.time()}\n", end="", flush=True)
+
+
+class Failing(FineTune):
+    """Trains two batches, then fails on one rank; in the cases that say so, the other ranks are busy meanwhile."""
+
+    def __init__(self, place: str, rank: int) -> None:
+        super().__init__()
+        self.place, self.rank = place, rank
+
+    def at(self, place: str) -> bool:
+        return self.place == place and self.global_rank == self.rank
+
+    def setup(self, stage: str) -> None:
+        if self.at("setup"):
+            fail()
+
+    def on_train_start(self) -> None:
+        if self.at("before a collective"):
+            fail()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.fail_in_step()
+        return super().training_step(batch, batch_idx)
+
+    def fail_in_step(self) -> None:
+        # The first layer of this rank's stage; the others of the list are stubs.
+        layer = next(layer for layer in self.model.model.layers if any(True for _ in layer.parameters()))
+        if self.at("step") or self.at("step, others busy"):
+            fail()
+        elif self.at("killed") or self.at("killed, others busy"):
+            die()
+        elif self.at("forward"):
+            layer.mlp.register_forward_hook(fail)
+        elif self.at("backward"):
+            layer.mlp.register_full_backward_hook(fail)
+        elif self.place.endswith("others busy"):
+            time.sleep(BUSY_S)
+
+
+class FailingCallback(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Failing, *args: Any) -> None:
+        if pl_module.at("callback"):
+            fail()
+
+
+class FailingRows(Rows):
+    def __init__(self, fails: bool) -> None:
+        super().__init__(8, length=SHORT)
+        self.fails = fails
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.fails and index == 4:
+            fail()
+        return super().__getitem__(index)
+
+
+def main(place: str, rank: int, world_size: int) -> None:
+    """Train on so many processes; the rank fails at the place."""
+    strategy = Seq1F1BStrategy(num_chunks=3)
+    trainer = L.Trainer(**QUIET, devices=world_size, strategy=strategy, max_epochs=1, callbacks=[FailingCallback()])
+    rows = FailingRows(place == "data" and trainer.global_rank == rank)
+    trainer.fit(Failing(place, rank), DataLoader(rows, batch_size=3))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
