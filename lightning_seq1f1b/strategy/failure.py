@@ -102,7 +102,7 @@ class _Run:
     def close(self) -> None:
         self._closed.set()
         # A thread that asked a store that is about to end would write its complaints below the user's traceback.
-        self._thread.join(POLL_S)
+        self._thread.join(4 * POLL_S)
 
     def _acknowledge(self, store: dist.Store) -> None:
         with self._acknowledging:

@@ -214,6 +214,7 @@ def truth(case):
 
 
 @pytest.mark.behaviour(3)
+@pytest.mark.behaviour(4)
 @pytest.mark.behaviour(6)
 @pytest.mark.parametrize("case", [clipped, unclipped])
 def test_steps_and_norm_equal_data_parallel_with_tied_weights(case):

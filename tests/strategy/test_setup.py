@@ -160,5 +160,8 @@ def test_fitting_again_equals_one_device_and_leaves_nothing_more():
     assert difference(by_rank[0][0], weights_after_two_fits(ONE_DEVICE)) < 5e-6
     for _, once, twice, another in by_rank:
         assert once["own forward"]
+        # Groups open some files that they close a little later, so the first count may be higher.
+        files = [each.pop("files") for each in (once, twice, another)]
+        assert max(files[1:]) <= files[0]
         assert once == twice == another
         assert not any("seq1f1b" in name for name in once["threads"])

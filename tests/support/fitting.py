@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.processes import run_processes
+from support.processes import ProcessFailedError, run_processes
 from support.training import QUIET, FineTune, Rows
 from torch.utils.data import DataLoader
 
@@ -86,12 +86,22 @@ def fitted_weights(where: Where, module: FineTune | None = None, **options: Any)
     return weights(fit(where, module or FineTune(), rows(), **options))
 
 
-@functools.cache
 def everywhere(cases: tuple[Case, ...], where: Where) -> dict[Case, list[Any]]:
     """The results of several cases at a place, by rank; all cases share one start of the processes."""
+    results = _results(cases, where)
+    if isinstance(results, ProcessFailedError):
+        raise results
+    return results
+
+
+@functools.cache
+def _results(cases: tuple[Case, ...], where: Where) -> dict[Case, list[Any]] | ProcessFailedError:
     if where == ONE_DEVICE:
         return {case: [case(where)] for case in cases}
-    by_rank = run_processes(_all, where.devices, cases, where)
+    try:
+        by_rank = run_processes(_all, where.devices, cases, where)
+    except ProcessFailedError as error:
+        return error  # kept like a result: every test that needs the cases fails at once
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 
