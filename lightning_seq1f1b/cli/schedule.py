@@ -33,6 +33,9 @@ _OPTIONS = {
 
 _WIDTH_OF_A_PIPE = 160
 
+_MOST_UNITS = 1_000_000
+"""Checking so many takes about a minute; real plans are far smaller."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = arguments[verb]
         result = _result(asked)
         print(json.dumps(_AS_JSON[verb](result)) if asked.json else _AS_TEXT[verb](result))
-    except (ArgumentError, ValueError) as error:
+    except (ArgumentError, ValueError, OverflowError) as error:
         print(f"error: {_in_terms_of_options(str(error))}", file=sys.stderr)
         return 2
     return 0
@@ -104,6 +107,9 @@ def _parser() -> ArgumentParser:
 
 
 def _result(asked: Namespace) -> Result:
+    units = asked.stages * asked.microbatches * asked.chunks
+    if units > _MOST_UNITS:
+        raise ValueError(f"stages x microbatches x chunks is {units}; at most {_MOST_UNITS} are drawn or checked")
     plan = make_plan(asked.schedule, asked.stages, asked.microbatches, asked.chunks)
     if asked.virtual_stages != 1:
         raise ValueError(

@@ -39,6 +39,11 @@ def checked_batch(arguments: Mapping[str, Any], max_length: int | None) -> dict[
     _check_labels(batch)
     _check_mask(batch)
     _check_positions(batch)
+    if "num_items_in_batch" in batch:
+        if batch["num_items_in_batch"].numel() != 1:
+            shape = list(batch["num_items_in_batch"].shape)
+            raise ValueError(f"num_items_in_batch is one number, not a tensor of shape {shape}")
+        batch["num_items_in_batch"] = batch["num_items_in_batch"].reshape(())
     return {**batch, "input_ids": batch["input_ids"].long(), "labels": batch["labels"].long()}
 
 

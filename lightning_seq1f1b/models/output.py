@@ -29,6 +29,9 @@ class PipelineOutput(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return 1
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(loss={self.loss!r})"
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_only_loss(name))
 

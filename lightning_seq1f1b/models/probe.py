@@ -118,6 +118,13 @@ def _check_loss(model: PreTrainedModel, record: TrialRecord) -> None:
             f"{type(model).__name__} computes its loss without handing shift_labels and num_items_in_batch on to "
             "self.loss_function; both are needed to sum the loss over chunks. Pass **kwargs of its forward on."
         )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__} has a loss_function of its own ({model.loss_function!r}); only transformers' "
+            "ForCausalLMLoss, a sum over tokens divided by num_items_in_batch, is known to add up over chunks"
+        )
 
 
 def _layer_outputs(model: PreTrainedModel, record: TrialRecord) -> int | None:

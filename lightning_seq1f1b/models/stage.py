@@ -40,10 +40,14 @@ class HuggingFaceStage:
         self._recomputation = Recomputation(model, layers)
         self._row_end = RowEnd(model)
         self._received: Tensor | None = None
+        self._running = False
+        if split.num_stages > 1:
+            split.trunk.module.register_forward_pre_hook(self._check_whole, prepend=True)
         if not split.is_first:
             layers[0].register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         if not split.is_last:
-            layers[-1].register_forward_hook(self._leave)
+            # In the stub behind it, not in a hook of the last layer: hooks that the user adds later still run before.
+            split.trunk.layers[split.layers.stop].register_forward_pre_hook(self._leave, with_kwargs=True)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -96,7 +100,7 @@ class HuggingFaceStage:
                 raise ValueError("a batch without labels has no loss; add labels to the batch")
             arguments["labels"] = arguments["shift_labels"] = chunk.labels
             arguments["num_items_in_batch"] = chunk.loss_denominator
-        self._received = hidden
+        self._received, self._running = hidden, True
         self._row_end.position = state.last_position
         try:
             output = self._forward(**arguments)
@@ -104,16 +108,23 @@ class HuggingFaceStage:
             return last.hidden
         finally:
             self._received = self._row_end.position = None
+            self._running = False
         assert self._split.is_last, "the forward ended without running the stage's last layer"
         return output.loss
+
+    def _check_whole(self, trunk: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._running:
+            raise RuntimeError(
+                "a model cut into pipeline stages runs as a whole only: call self.model(**batch), not one of its parts"
+            )
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (self._received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._received}
 
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        raise _LastLayer(output if isinstance(output, Tensor) else output[0])
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _LastLayer(args[0] if args else kwargs["hidden_states"])
 
 
 class _LastLayer(Exception):  # noqa: N818 (no error: the way out of the model's forward behind the stage's last layer)

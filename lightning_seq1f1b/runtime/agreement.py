@@ -63,6 +63,32 @@ def check_same_batch(batch: Mapping[str, Tensor], group: dist.ProcessGroup) -> N
             )
 
 
+def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
+    """Compare the loss that the user's step made of the model's, which all pipeline ranks share.
+
+    Args:
+        loss: 0-d, what backward is about to start from.
+        group: the pipeline's control group.
+
+    Raises:
+        ValueError: on every rank alike, when a term differs, such as a penalty on parameters of which each rank holds
+            its own.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    here = loss.detach().to("cpu", torch.float64).reshape(1)
+    losses = [torch.zeros_like(here) for _ in range(size)]
+    dist.all_gather(losses, here, group=group)
+    if not all(torch.isclose(other, losses[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in losses):
+        held = ", ".join(f"{float(other):.6g}" for other in losses)
+        raise ValueError(
+            f"training_step's loss differs between the stages: {held}. Each stage holds its own part of the model, so "
+            "a term over self.parameters() or over one module sees a different part on every stage; use the "
+            "optimizer's weight_decay, or add only what all stages can compute"
+        )
+
+
 def _describe(entry: tuple[tuple[int, ...], str, int] | None) -> str:
     if entry is None:
         return "missing"

@@ -25,7 +25,7 @@ class Chunk:
         span: the chunk's token range in its rows.
         length: tokens of a whole row, all chunks together.
         input_ids: [rows, tokens], int64.
-        position_ids: [rows, tokens], int64.
+        position_ids: [rows, tokens], int64; None where the model derives them from the mask.
         attention_mask: [rows, span.stop], 1 for a real token, of the chunk and everything before it; None when no
             query that counts would see a padded key.
         labels: [rows, tokens], int64, already shifted: `labels[:, t]` is the target of the prediction made at token t.
@@ -38,7 +38,7 @@ class Chunk:
     span: Span
     length: int
     input_ids: Tensor
-    position_ids: Tensor
+    position_ids: Tensor | None
     attention_mask: Tensor | None
     labels: Tensor | None
     loss_denominator: Tensor
@@ -116,14 +116,15 @@ def cut_batch(
     rows, length = input_ids.shape
     if spans[0].start != 0 or spans[-1].stop != length:
         raise ValueError(f"chunks cover tokens {spans[0].start} to {spans[-1].stop}, but the rows have {length} tokens")
-    positions = batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=input_ids.device)[None]
-    last_position = positions.max()
-    positions = positions.expand(rows, length)
     labels = batch.get("labels")
     shifted = None if labels is None else shift_labels(labels)
     mask = needed_mask(batch.get("attention_mask"), shifted)
+    counted = torch.arange(length, device=input_ids.device)[None]
+    # Under a mask some families count real tokens only; the model knows, and has the whole mask.
+    positions = batch.get("position_ids", counted if mask is None else None)
+    last_position = (counted if positions is None else positions).max()
+    if positions is not None:
+        positions = positions.expand(rows, length)
     denominator = loss_denominator(shifted, batch.get("num_items_in_batch"), input_ids.device)
 
     def chunk(microbatch: int, index: int, first: int, last: int) -> Chunk:
@@ -134,7 +135,7 @@ def cut_batch(
             span=span,
             length=length,
             input_ids=input_ids[first:last, columns].contiguous(),
-            position_ids=positions[first:last, columns].contiguous(),
+            position_ids=None if positions is None else positions[first:last, columns].contiguous(),
             attention_mask=None if mask is None else mask[first:last, : span.stop].contiguous(),
             labels=None if shifted is None else shifted[first:last, columns].contiguous(),
             loss_denominator=denominator,

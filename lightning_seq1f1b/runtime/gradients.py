@@ -48,33 +48,40 @@ def deliver(fresh: list[tuple[nn.Parameter, Tensor]], factor: Tensor) -> None:
     fresh.clear()
 
 
-def sum_tied(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of weights that exist on the first and on the last stage, on both.
+def sum_where_any(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
+    """Sum `.grad` over a group, in place, for the parameters that have one on any of its processes.
 
-    The copies then take identical optimizer steps and stay one weight.
+    Where none has one it stays None, so that an optimizer passes the parameter by, as on one device.
+
+    Args:
+        parameters: the same on all processes of the group.
+        group: the processes that hold copies of them.
+
+    Returns:
+        The summed gradients.
     """
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-
-
-def average_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average `.grad` over the replicas, in place.
-
-    A parameter that trains on one replica trains on all, so one without a gradient takes part with zeros.
-    """
-    size = dist.get_world_size(group)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return []
+    has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+    has = has.to(trained[0].device)
+    dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     works = []
-    for parameter in parameters:
-        if parameter.requires_grad:
+    for parameter, any_has in zip(trained, has.tolist(), strict=True):
+        if any_has:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             works.append((dist.all_reduce(parameter.grad, group=group, async_op=True), parameter.grad))
-    for work, gradient in works:
+    for work, _ in works:
         assert work is not None
         work.wait()
+    return [gradient for _, gradient in works]
+
+
+def average_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average `.grad` over the replicas, in place; a replica without a gradient that others have counts as zero."""
+    size = dist.get_world_size(group)
+    for gradient in sum_where_any(parameters, group):
         gradient.div_(size)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_seq1f1b.runtime.agreement import check_same_batch
 from lightning_seq1f1b.runtime.batching import cut_batch, split_rows
 from lightning_seq1f1b.runtime.executor import Executor
-from lightning_seq1f1b.runtime.gradients import sum_tied
+from lightning_seq1f1b.runtime.gradients import sum_where_any
 from lightning_seq1f1b.runtime.stage import Stage
 from lightning_seq1f1b.runtime.topology import Groups, Topology
 from lightning_seq1f1b.runtime.trace import StepTrace
@@ -80,6 +80,7 @@ class Pipeline:
         cutting: how batches are cut.
         shape: the model's dimensions, for chunks of equal work.
         tied: parameters of this stage that the last, or first, stage holds too.
+        outside: parameters that every stage holds; hooks may use them within some stage's layers.
         loss_dtype: of the returned loss; float32, or float64 for a double-precision model.
         device: where the stage computes.
     """
@@ -92,11 +93,13 @@ class Pipeline:
         cutting: Cutting,
         shape: ModelShape,
         tied: Sequence[nn.Parameter],
+        outside: Sequence[nn.Parameter],
         loss_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.topology, self.groups, self.cutting, self.shape = topology, groups, cutting, shape
-        self.tied, self.loss_dtype, self.device = tied, loss_dtype, device
+        self.tied, self.outside = tied, outside
+        self.loss_dtype, self.device = loss_dtype, device
         directions = {FORWARD: groups.forward, BACKWARD: groups.backward}
         transport = ProcessTransport(topology.pipeline_ranks, directions, device)
         self.executor = Executor({stage.index: stage}, transport, topology.pipeline_rank, device)
@@ -119,7 +122,9 @@ class Pipeline:
             ValueError: on every rank, before any activation moves, when the ranks' batches differ or the batch cannot
                 be cut as asked.
         """
-        check_same_batch(batch, self.groups.control)
+        # Also what else decides the plan, which must be the same on all ranks.
+        settings = {"gradients enabled": torch.tensor(training)}
+        check_same_batch({**batch, **settings}, self.groups.control)
         rows, length = batch["input_ids"].shape
         stages = self.topology.num_stages
         spans = self.cutting.spans(length, stages, self.shape)
@@ -130,7 +135,10 @@ class Pipeline:
         with self._own_random_stream():
             loss = self.executor.run(plan, microbatches, trace)
         if training:
-            sum_tied(self.tied, self.groups.ends)
+            # The copies then take identical optimizer steps and stay one weight.
+            if self.tied:
+                sum_where_any(self.tied, self.groups.ends)
+            sum_where_any(self.outside, self.groups.pipeline)
         return self._share(loss)
 
     @contextmanager

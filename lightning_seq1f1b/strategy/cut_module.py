@@ -16,6 +16,7 @@ from lightning_seq1f1b.models.find import find_causal_lm
 from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.models.split import cut
 from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.models.whole_only import refuse_methods_of_the_whole
 from lightning_seq1f1b.runtime.topology import Topology
 from lightning_seq1f1b.schedule.costs import layers_per_stage
 
@@ -53,6 +54,8 @@ class CutModule:
         self.uncut_names = {parameter: name for name, parameter in module.named_parameters()}
         self.split = cut(self.model, topology.pipeline_rank, self.layer_ranges)
         self.stage = HuggingFaceStage(self.split)
+        if topology.num_stages > 1:
+            refuse_methods_of_the_whole(module.modules())
         with self.whole():
             self.shapes = {
                 key: tuple(value.shape) if isinstance(value, Tensor) else None
@@ -74,7 +77,8 @@ class CutModule:
         elif earlier.topology != topology:
             raise ValueError(
                 f"this {type(model).__name__} has been cut into {earlier.topology.num_stages} stage(s) by an earlier "
-                f"Trainer and cannot be cut into {topology.num_stages}: give the Trainer a new module"
+                f"Trainer and cannot be cut into {topology.num_stages}: give the Trainer a new module, and "
+                "load a checkpoint into it"
             )
         return earlier
 
@@ -91,7 +95,11 @@ class CutModule:
     @property
     def tied(self) -> list[nn.Parameter]:
         """Parameters of the language model that the first and the last stage both hold; empty elsewhere."""
-        return [self.model.get_parameter(name) for name in self.split.tied]
+        return [self.model.get_parameter(name) for name in self._tied_names]
+
+    @property
+    def _tied_names(self) -> tuple[str, ...]:
+        return self.split.tied if self.split.is_first or self.split.is_last else ()
 
     @property
     def outside(self) -> list[nn.Parameter]:
@@ -112,7 +120,7 @@ class CutModule:
         if self.topology.pipeline_rank == 0:
             return state
         prefix = f"{self.name}."
-        first_holds = {self.model.get_parameter(name).data_ptr(): f"{prefix}{name}" for name in self.split.tied}
+        first_holds = {self.model.get_parameter(name).data_ptr(): f"{prefix}{name}" for name in self._tied_names}
         own: dict[str, Any] = {}
         for key, value in state.items():
             if not key.startswith(prefix):

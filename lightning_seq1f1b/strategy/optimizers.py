@@ -63,6 +63,15 @@ def keep_local(
     return whole
 
 
+def check_groups(optimizer: Optimizer, whole: Sequence[WholeGroup]) -> None:
+    """Raise ValueError when groups were added since `keep_local`: other ranks know nothing of them."""
+    if len(optimizer.param_groups) != len(whole):
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but was made with "
+            f"{len(whole)}: groups added while training cannot be saved; make all of them in configure_optimizers"
+        )
+
+
 def whole_state(
     optimizer: Optimizer, whole: Sequence[WholeGroup], state_by_name: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_seq1f1b.models import facade
+from lightning_seq1f1b.runtime.agreement import check_same_loss
 from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas, pipeline_norm
 from lightning_seq1f1b.runtime.pipeline import Cutting, Pipeline
 from lightning_seq1f1b.runtime.trace import StepTrace
@@ -32,10 +33,16 @@ from lightning_seq1f1b.strategy.clipping import clip_over_stages
 from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
 from lightning_seq1f1b.strategy.data import share_batch, worker_seeds_by_replica
 from lightning_seq1f1b.strategy.gathering import gather_to_first
-from lightning_seq1f1b.strategy.optimizers import WholeGroup, keep_local, local_state, whole_state
+from lightning_seq1f1b.strategy.optimizers import WholeGroup, check_groups, keep_local, local_state, whole_state
 from lightning_seq1f1b.strategy.processes import PipelineProcesses
 from lightning_seq1f1b.strategy.report import describe, show_whole_model
-from lightning_seq1f1b.strategy.supported import callbacks_of, check_optimizer, check_precision, check_trainer
+from lightning_seq1f1b.strategy.supported import (
+    callbacks_of,
+    check_gradient_hooks,
+    check_optimizer,
+    check_precision,
+    check_trainer,
+)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 GPU_CHUNK_MULTIPLE = 128
@@ -94,7 +101,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         self._cut: CutModule | None = None
         self._pipeline: Pipeline | None = None
         self._whole_groups: list[list[WholeGroup]] = []
-        self._accumulating = self._zeroing_follows = False
+        self._accumulating = self._zeroing_follows = self._loss_checked = False
         self._batch_idx = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -116,6 +123,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            self._loss_checked = False
         self.setup_precision_plugin()
         self._make_pipeline(self._cut)
         self._agree_on_copies(self._cut)
@@ -146,7 +154,15 @@ class Seq1F1BStrategy(PipelineProcesses):
             multiple=CPU_CHUNK_MULTIPLE if device.type == "cpu" else GPU_CHUNK_MULTIPLE,
         )
         self._pipeline = Pipeline(
-            cut.stage, self.topology, self._process_groups, cutting, cut.shape, cut.tied, loss_dtype(cut.model), device
+            cut.stage,
+            self.topology,
+            self._process_groups,
+            cutting,
+            cut.shape,
+            cut.tied,
+            cut.outside,
+            loss_dtype(cut.model),
+            device,
         )
         facade.install(cut.model, self._step)
 
@@ -240,6 +256,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         training = torch.is_grad_enabled()
         trace = StepTrace(self.topology.pipeline_rank, self.root_device) if self.trace else None
         stash = GradientStash(self._cut.module.parameters())
+        check_gradient_hooks(self._cut.module)
         try:
             if training:
                 stash.set_aside(keep=not self._zeroing_follows)
@@ -272,6 +289,9 @@ class Seq1F1BStrategy(PipelineProcesses):
         """
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
+        if not self._loss_checked:
+            check_same_loss(closure_loss, self._process_groups.control)
+            self._loss_checked = True
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -329,6 +349,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         place = next(index for index, own in enumerate(self.optimizers) if own is optimizer)
+        check_groups(optimizer, self._whole_groups[place])
         entries = {
             (name, key): value
             for name, parameter in self._cut.counted_names().items()

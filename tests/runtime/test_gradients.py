@@ -11,7 +11,7 @@ from lightning_seq1f1b.runtime.gradients import (
     average_replicas,
     deliver,
     pipeline_norm,
-    sum_tied,
+    sum_where_any,
 )
 
 
@@ -42,8 +42,10 @@ def collective(rank):
     frozen.requires_grad_(False)
     if rank == 0:
         replicated.grad = torch.tensor(6.0)
-    sum_tied([tied], group)
-    average_replicas([replicated, frozen], group)
+    sum_where_any([tied], group)
+    unused = parameter(0.0)
+    average_replicas([replicated, unused, frozen], group)
+    assert unused.grad is None
     counted = [torch.tensor([3.0, 0.0])] if rank == 0 else [torch.tensor([4.0])]
     norm = pipeline_norm(counted, group, torch.device("cpu"))
     nothing_here = pipeline_norm([] if rank else [torch.tensor([2.0])], group, torch.device("cpu"))

@@ -2,12 +2,16 @@
 
 import os
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from support.commands import ROOT, run_command
 from support.endings import run_to_the_end, seconds_since_failure
-from support.failing import MESSAGE, main
+from support.failing import MESSAGE, UsersError, main
+
+from lightning_seq1f1b.strategy.failure import FailureBoard
 
 WORLD_SIZE = 3
 LIMIT_S = 20
@@ -95,3 +99,69 @@ def test_a_script_that_starts_its_processes_itself_ends_with_the_users_error(scr
     assert status != 0
     assert seconds < LIMIT_S
     assert any(MESSAGE in line for line in last_lines(output)), output
+
+
+# ---- the board itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def boards():
+    """The boards of two ranks, here in one process, during a run."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    guest = dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    both = [FailureBoard(store, rank, 2) for rank, store in enumerate((host, guest))]
+    for board in both:
+        board.open()
+    yield both
+    for board in both:
+        board.close()
+
+
+def raised(exception):
+    """The exception, with a traceback."""
+    try:
+        raise exception
+    except type(exception) as caught:
+        return caught
+
+
+def as_printed(exception):
+    return "".join(traceback.format_exception(exception))
+
+
+def test_a_consequence_is_completed_with_its_cause(boards):
+    cause, consequence = raised(UsersError(7, MESSAGE)), raised(RuntimeError("Connection closed by peer"))
+    before = as_printed(cause)
+    boards[1].report(cause, "stage 1")
+    boards[0].report(consequence, "stage 0")
+    assert as_printed(cause) == before
+    assert consequence.args == ("Connection closed by peer",)
+    printed = as_printed(consequence)
+    assert printed.startswith("Traceback")
+    assert "rank 1 (stage 1) failed first" in printed
+    assert printed.rstrip().endswith(before.rstrip())
+
+
+def test_one_error_on_all_ranks_is_told_once(boards):
+    errors = [raised(ValueError("more stages than layers")) for _ in boards]
+    for board, error in zip(boards, errors, strict=True):
+        board.report(error, "setup")
+    assert all("failed first" not in as_printed(error) for error in errors)
+
+
+def test_a_run_knows_nothing_of_the_failure_of_an_earlier_one(boards):
+    for board in boards:
+        board.report(raised(ValueError("in the first run")), "setup")
+        board.open()
+    later = raised(RuntimeError("in the second run"))
+    boards[1].report(later, "stage 1")
+    assert "first run" not in as_printed(later)
+
+
+def test_nothing_is_reported_between_runs(boards):
+    for board in boards:
+        board.close()
+    error = raised(ValueError("in the user's own program"))
+    before = as_printed(error)
+    boards[0].report(error, "stage 0")
+    assert as_printed(error) == before

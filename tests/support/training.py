@@ -98,6 +98,7 @@ class Scenario:
     padded: bool = False
     rows: int = 8
     shuffle: bool = False
+    module_class: type[FineTune] = FineTune
 
 
 @dataclass
@@ -135,7 +136,7 @@ def train(scenario: Scenario, devices: int | None) -> Outcome:
         else {"devices": devices, "strategy": Seq1F1BStrategy(**scenario.strategy)}
     )
     trainer = L.Trainer(**{**QUIET, "max_epochs": 2, **scenario.trainer}, **where, callbacks=[recorder])
-    module = FineTune(**scenario.module)
+    module = scenario.module_class(**scenario.module)
     trainer.fit(module, *loaders(scenario))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Outcome(recorder.losses, metrics, trainer.strategy.lightning_module_state_dict())
