@@ -67,7 +67,7 @@ def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """Compare the loss that the user's step made of the model's, which all pipeline ranks share.
 
     Args:
-        loss: 0-d, what backward is about to start from.
+        loss: what backward is about to start from; its sum is compared.
         group: the pipeline's control group.
 
     Raises:
@@ -77,7 +77,7 @@ def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     size = dist.get_world_size(group)
     if size == 1:
         return
-    here = loss.detach().to("cpu", torch.float64).reshape(1)
+    here = loss.detach().to("cpu", torch.float64).sum().reshape(1)
     losses = [torch.zeros_like(here) for _ in range(size)]
     dist.all_gather(losses, here, group=group)
     if not all(torch.isclose(other, losses[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in losses):
