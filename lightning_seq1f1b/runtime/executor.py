@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Microbatch
+from lightning_seq1f1b.runtime.departures import Departures
 from lightning_seq1f1b.runtime.stage import MicrobatchState, Stage
 from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.runtime.transport import BACKWARD, FORWARD, Arrival, Transport
@@ -68,6 +69,7 @@ class _Step:
         self.outgoing: dict[Action, Tensor] = {}
         self.arriving: dict[Action, Arrival] = {}
         self.unposted: list[Action] = []
+        self.departures = Departures(plan)
         self.loss: Tensor | None = None
         self.handlers = {
             Kind.F: self.forward,
@@ -148,7 +150,8 @@ class _Step:
             self.announce(boundary, tensor)
         else:
             destination, direction = action.stage - 1, BACKWARD
-        self.transport.send(tensor, self.plan.stage_to_rank[destination], direction)
+        departure = self.transport.send(tensor, self.plan.stage_to_rank[destination], direction)
+        self.departures.add(action, departure)
 
     def announce(self, boundary: int, tensor: Tensor) -> None:
         """Tell the next stage the format before the first activation of this mode, and hold later ones to it."""
@@ -180,4 +183,6 @@ class _Step:
         self.arriving[action] = self.transport.receive(shape, form.dtype, source_rank, direction)
 
     def received(self, action: Action) -> Tensor:
-        return self.arriving.pop(action).wait()
+        tensor = self.arriving.pop(action).wait()
+        self.departures.release(action)
+        return tensor
