@@ -43,16 +43,6 @@ def install(model: PreTrainedModel, run: Callable[[dict[str, Tensor]], Tensor]) 
     model.forward = forward
 
 
-def uninstall(model: PreTrainedModel) -> None:
-    """Give the model its own forward back, if `install` replaced it."""
-    original = getattr(vars(model).get("forward"), _ORIGINAL, None)
-    if original is None:
-        return
-    del model.forward
-    if original != model.forward:  # it was an attribute of this very model before, too
-        model.forward = original
-
-
 def original_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """The model's own forward, whether or not a facade is installed."""
     return getattr(model.forward, _ORIGINAL, model.forward)

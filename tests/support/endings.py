@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.processes import free_port
+from support.processes import free_port, job_environment
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,7 @@ def _main(
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_SIZE=str(world_size),
-        NODE_RANK="0",
-        LOCAL_RANK=str(rank),
-        RANK=str(rank),
-    )
+    os.environ.update(job_environment(rank, world_size, port))
     status = 0
     try:
         program(*args)

@@ -36,6 +36,18 @@ def free_port() -> int:
             return port
 
 
+def job_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that a launcher sets for one process of a job on one machine."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+    }
+
+
 def run_processes(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Call `function(rank, *args)` on `world_size` processes with the environment of a launched job.
 
@@ -92,14 +104,7 @@ def _call(
     torch.set_num_threads(1)
     # A DataLoader's workers start as they do in an ordinary process, not through a fork server of their own.
     multiprocessing.set_start_method(None, force=True)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_SIZE=str(world_size),
-        NODE_RANK="0",
-        LOCAL_RANK=str(rank),
-        RANK=str(rank),
-    )
+    os.environ.update(job_environment(rank, world_size, port))
     try:
         outcome = True, function(rank, *args)
     except BaseException:
