@@ -4,9 +4,11 @@ VENV ?= .venv
 # A range, so that a build of torch already at hand (CPU or CUDA) is taken; the package itself needs only torch >= 2.10.
 TORCH ?= torch>=2.10,<2.14
 BIN := $(VENV)/bin
+# Installing builds the kernels, so their sources are what an installation depends on.
+KERNELS := $(shell find csrc -type f ! -name '*.pyc')
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench bench-attention sanitize docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
@@ -22,16 +24,22 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.activation_memory
 
+bench-attention: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.attention
+
+sanitize:
+	.ci/sanitize
+
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed-%: pyproject.toml setup.py $(KERNELS) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[$*]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info lightning_seq1f1b/_native*

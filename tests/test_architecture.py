@@ -12,7 +12,7 @@ PARTS = ("schedule", "ops", "runtime", "models", "strategy", "cli")
 ARROWS = {
     "schedule": set(),
     "ops": set(),
-    "runtime": {"schedule"},
+    "runtime": {"schedule", "ops"},
     "models": {"schedule", "ops", "runtime"},
     "strategy": {"schedule", "ops", "runtime", "models"},
     "cli": {"schedule", "ops", "runtime", "models", "strategy"},

@@ -15,6 +15,7 @@ COMMANDS = {
     "predict": "loss and perplexity of every batch of the documents",
     "schedule": "draw, simulate or verify a pipeline schedule, without torch",
     "export": "turn a checkpoint into a directory that transformers' from_pretrained loads",
+    "doctor": "say what is installed and built, and which attention kernel is used; --json",
 }
 TRAINING = ("fit", "validate", "test", "predict")
 USAGE = f"usage: lightning-seq1f1b [-h] [--version] {{{','.join(COMMANDS)}}} ..."
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_seq1f1b.cli import export
 
         return export.main(rest)
+    elif command == "doctor":
+        from lightning_seq1f1b.cli import doctor
+
+        return doctor.main(rest)
     elif command in TRAINING:
         from lightning_seq1f1b.cli import training
 

@@ -1,13 +1,12 @@
 """Our attention function and mask function, registered with the attention interface of transformers.
 
-The mask function describes a causal mask instead of filling a matrix, and the attention function hands the description
-to `ops.attention`, which needs no matrix for it. A mask that depends on the data, such as padding, stays a matrix.
+The mask function describes a causal mask, with a window and padding, instead of filling a matrix, and the attention
+function hands the description to `ops.attention`, which needs no matrix for it. Any other mask stays a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,11 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from lightning_seq1f1b.models.autocasting import autocasted
 from lightning_seq1f1b.ops.attention import chunk_attention
+from lightning_seq1f1b.ops.visibility import Visibility
+from lightning_seq1f1b.runtime.kv_buffer import appended
 
 NAME = "lightning_seq1f1b"
 """Value of `attn_implementation` that selects our functions."""
-
-
-@dataclass(frozen=True)
-class CausalMask:
-    """A query sees the keys up to its own position, and of these at most the last `window`; None for all."""
-
-    window: int | None
 
 
 def describe_mask(
@@ -40,7 +34,7 @@ def describe_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> CausalMask | Tensor:
+) -> Visibility | Tensor:
     """What transformers asks for once per forward and kind of layer, in place of a mask.
 
     Args:
@@ -56,15 +50,18 @@ def describe_mask(
         kwargs: for other implementations.
 
     Returns:
-        A description of a causal mask, or a boolean mask [rows, 1, queries, keys], true where a query sees a key.
+        A description, or a boolean mask [rows, 1, queries, keys], true where a query sees a key.
     """
     # Queries that do not end with the keys, as in a cache of fixed size, are not what a description means.
-    if attention_mask is None and not use_vmap and q_offset + q_length == kv_offset + kv_length:
+    if not use_vmap and q_offset + q_length == kv_offset + kv_length:
+        key_mask = None
+        if attention_mask is not None:
+            key_mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().contiguous()
         if mask_function is causal_mask_function:
-            return CausalMask(None)
+            return Visibility(key_mask=key_mask)
         window = _window(mask_function)
         if window is not None:
-            return CausalMask(window)
+            return Visibility(window, key_mask=key_mask)
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -86,7 +83,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: CausalMask | Tensor | None,
+    attention_mask: Visibility | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -115,10 +112,11 @@ def attend(
     Returns:
         [rows, tokens, heads, value size], and None for the attention weights.
     """
-    window, mask, bias = None, None, position_bias
+    mask, bias = None, position_bias
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if isinstance(attention_mask, CausalMask):
-        causal, window = True, attention_mask.window
+    visible = None
+    if isinstance(attention_mask, Visibility):
+        causal, visible = True, attention_mask
     elif attention_mask is not None:
         causal = False
         if attention_mask.dtype == torch.bool:
@@ -131,12 +129,13 @@ def attend(
         autocasted(value),
         scale=scaling,
         causal=causal,
-        window=window,
+        visible=visible,
         mask=mask,
         bias=bias,
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
+        accumulators=appended(key, value),
     )
     return output.transpose(1, 2).contiguous(), None
 

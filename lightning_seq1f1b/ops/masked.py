@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_seq1f1b.ops.reference import causal_mask
+from lightning_seq1f1b.ops.visibility import Visibility
 
 
 def masked_attention(
@@ -16,8 +16,7 @@ def masked_attention(
     value: Tensor,
     *,
     scale: float,
-    causal: bool,
-    window: int | None,
+    visible: Visibility | None,
     mask: Tensor | None,
     bias: Tensor | None,
     dropout: float,
@@ -25,13 +24,14 @@ def masked_attention(
     """Attention with a mask; arguments and result as in `chunk_attention`."""
     queries, keys = query.shape[2], key.shape[2]
     allowed = mask
-    if causal and (window is not None or mask is not None or bias is not None or query.device.type == "cpu"):
-        allowed = causal_mask(queries, keys, window, query.device)
-        if mask is not None:
-            allowed = allowed & mask
-    elif causal:
-        # Accelerators' flash kernels align this at the bottom right without a mask in memory.
-        allowed = causal_lower_right(queries, keys)
+    if visible is not None:
+        plain = visible.plain(keys) and mask is None and bias is None and query.device.type != "cpu"
+        if plain:
+            # Accelerators' flash kernels align this at the bottom right without a mask in memory.
+            allowed = causal_lower_right(queries, keys)
+        else:
+            dense = visible.dense(queries, keys, query.device)
+            allowed = dense if mask is None else dense & mask
     if bias is not None:
         bias = bias.to(query.dtype)
         allowed = bias if allowed is None else torch.where(allowed, bias, float("-inf"))

@@ -1,4 +1,4 @@
-"""The slow twin: attention of a chunk over its prefix with every option, in plain steps."""
+"""The slow twin: attention of a chunk over its prefix with every option, in plain steps that autograd follows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean mask [queries, keys], true where a query sees a key; the last query stands at the last key."""
-    position = torch.arange(keys - queries, keys, device=device)[:, None]
-    key_position = torch.arange(keys, device=device)[None]
-    mask = key_position <= position
-    return mask if window is None else mask & (key_position > position - window)
+from lightning_seq1f1b.ops.visibility import Visibility
 
 
 def reference_attention(
@@ -22,7 +16,7 @@ def reference_attention(
     *,
     scale: float,
     causal: bool = True,
-    window: int | None = None,
+    visible: Visibility | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -31,8 +25,7 @@ def reference_attention(
 ) -> Tensor:
     """Attention by its definition; arguments and result as in `chunk_attention`.
 
-    Scores are softmaxed in float32 at least. A query that sees no key attends to all keys equally, as it does in
-    transformers; such rows are padding.
+    Scores are softmaxed in float32 at least. The output of a query that sees no key is zero.
     """
     rows, heads, queries, size = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
@@ -43,16 +36,21 @@ def reference_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias
+    # The lowest number instead of -infinity: a query that sees nothing gets finite weights, which are taken away below.
     lowest = torch.finfo(scores.dtype).min
+    seen = mask
     if causal:
-        scores = scores.masked_fill(~causal_mask(queries, keys, window, query.device), lowest)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, lowest)
+        dense = (visible or Visibility()).dense(queries, keys, query.device)
+        seen = dense if mask is None else dense & mask
+    if seen is not None:
+        scores = scores.masked_fill(~seen, lowest)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, queries, 1)
         weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
+    if seen is not None:
+        weights = weights.masked_fill(~seen, 0)
     weights = F.dropout(weights.to(value.dtype), dropout) if dropout else weights.to(value.dtype)
     output = weights.view(rows, kv_heads, heads // kv_heads * queries, keys) @ value
     return output.view(rows, heads, queries, value.shape[-1])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from lightning_seq1f1b.ops import library
 
 
 class KVBuffer:
@@ -11,8 +16,10 @@ class KVBuffer:
 
     The buffers are allocated at the first append for the whole row, from the shapes that arrive: [rows, KV heads,
     length, head size] for keys and values, which may differ in everything but the sequence dimension, the second from
-    the end. GQA heads are not expanded. Gradient accumulators are float32 at least, and exist only once a later chunk
-    has left a gradient.
+    the end. GQA heads are not expanded. Gradient accumulators are float32 at least, and exist only once a chunk has
+    left a gradient.
+
+    Chunks are appended in their order, and their backwards run last chunk first; chunk 0's frees everything.
 
     Args:
         length: tokens of a whole row.
@@ -22,23 +29,50 @@ class KVBuffer:
         self.length = length
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._filled = 0
+        self._awaited = 0  # where the next chunk to run its backward ends
+        self._closed = False
 
     def append(self, start: int, lowest: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Write a chunk at `start` and return everything from token `lowest` to the chunk's end, without a copy.
 
-        Writing the same chunk again (recomputation) is harmless. The results carry autograd: backward adds the
-        gradient of earlier chunks' part to the accumulators, and gives the chunk's own part, completed by what later
-        chunks have left, to `tensors`. So the chunks' backwards must run last chunk first.
+        The results carry autograd: backward adds the gradient of earlier chunks' part to the accumulators, and gives
+        the chunk's own part, completed by what later chunks have left, to `tensors`. An attention that has put its
+        gradients into the accumulators itself (see `appended`) hands none to the results.
+
+        A chunk that autograd runs again, to recompute its activations, gets the same results.
 
         Args:
             start: first token of the chunk.
             lowest: first token to return; above 0 for layers with a sliding window.
-            tensors: what to write, each [rows, heads, tokens, size]; usually keys, values.
+            tensors: what to write, each [..., tokens, size]; usually keys, values.
+
+        Raises:
+            ValueError: a chunk that was appended before or whose turn has not come, that does not fit into the row,
+                or that differs from earlier chunks in more than its length.
+            RuntimeError: the buffer was freed.
         """
-        return _Append.apply(self, start, lowest, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+        if self._closed:
+            raise RuntimeError("this KV buffer was freed, which happens after the backward of chunk 0")
+        stop = start + tensors[0].shape[-2]
+        if not 0 <= lowest <= start or stop > self.length:
+            raise ValueError(
+                f"a chunk of tokens [{start}, {stop}), read from token {lowest}, does not fit a row of {self.length}"
+            )
+        recomputed = stop <= self._filled and _in_backward()
+        if not recomputed and start != self._filled:
+            raise ValueError(
+                f"chunks are appended once and in order: expected one that starts at token {self._filled}, "
+                f"not one of tokens [{start}, {stop})"
+            )
+        for slot, tensor in enumerate(tensors):
+            self._check(slot, tensor, stop - start)
+        place = Place(self, start, lowest, stop)
+        return _Append.apply(place, not recomputed, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
     def close(self) -> None:
         """Free buffers and accumulators."""
+        self._closed = True
         self._values.clear()
         self._gradients.clear()
 
@@ -46,7 +80,18 @@ class KVBuffer:
         """Bytes held now, buffers and accumulators."""
         return sum(tensor.nbytes for table in (self._values, self._gradients) for tensor in table.values())
 
-    def _write(self, slot: int, start: int, tensor: Tensor) -> Tensor:
+    def _check(self, slot: int, tensor: Tensor, tokens: int) -> None:
+        if slot not in self._values:
+            return
+        values = self._values[slot]
+        wanted = [*values.shape[:-2], tokens, values.shape[-1]]
+        if list(tensor.shape) != wanted or tensor.dtype != values.dtype or tensor.device != values.device:
+            raise ValueError(
+                f"earlier chunks call for {wanted} {values.dtype} on {values.device}, "
+                f"not {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+    def _write(self, slot: int, start: int, tensor: Tensor) -> None:
         if slot not in self._values:
             shape = list(tensor.shape)
             shape[-2] = self.length
@@ -54,45 +99,100 @@ class KVBuffer:
             with torch.inference_mode(False):
                 self._values[slot] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         values = self._values[slot]
-        values.narrow(-2, start, tensor.shape[-2]).copy_(tensor)
-        return values
+        library.append(_four(values), _four(tensor), start)
 
-    def _accumulate(self, slot: int, lowest: int, gradient: Tensor) -> None:
+    def _accumulator(self, slot: int) -> Tensor:
         if slot not in self._gradients:
             values = self._values[slot]
             dtype = torch.promote_types(values.dtype, torch.float32)
             self._gradients[slot] = torch.zeros(values.shape, dtype=dtype, device=values.device)
-        self._gradients[slot].narrow(-2, lowest, gradient.shape[-2]).add_(gradient)
+        return self._gradients[slot]
 
-    def _left_by_later_chunks(self, slot: int, start: int, tokens: int) -> Tensor | None:
-        gradients = self._gradients.get(slot)
-        return None if gradients is None else gradients.narrow(-2, start, tokens)
+    def _start_backward(self, start: int, stop: int) -> None:
+        if self._closed:
+            raise RuntimeError(
+                f"the backward of the chunk of tokens [{start}, {stop}) came after its KV buffer was freed"
+            )
+        if stop != self._awaited:
+            raise RuntimeError(
+                "chunks run their backwards once and last chunk first: expected the one that ends at token "
+                f"{self._awaited}, not that of tokens [{start}, {stop})"
+            )
+        self._awaited = start
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where in a buffer the tokens [lowest, stop) lie that `append` returned; the chunk's own begin at `start`.
+
+    Implements `ops.attend.Accumulators`.
+    """
+
+    buffer: KVBuffer
+    start: int
+    lowest: int
+    stop: int
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Accumulators of the tokens [lowest, stop), of keys and of values; float32 at least, to be added to."""
+        key, value = (
+            self.buffer._accumulator(slot).narrow(-2, self.lowest, self.stop - self.lowest) for slot in (0, 1)
+        )
+        return key, value
+
+
+def appended(key: Tensor, value: Tensor) -> Place | None:
+    """The place of keys and values in a buffer; None unless they are just what one append returned, with autograd."""
+    node = key.grad_fn
+    if node is None or node is not value.grad_fn or (key.output_nr, value.output_nr) != (0, 1):
+        return None
+    place = getattr(node, "place", None)
+    return place if isinstance(place, Place) else None
 
 
 class _Append(torch.autograd.Function):
     """Autograd's view of `KVBuffer.append`: (new keys, new values) -> (keys so far, values so far)."""
 
     @staticmethod
-    def forward(ctx, buffer: KVBuffer, start: int, lowest: int, *tensors: Tensor):  # type: ignore[no-untyped-def]
-        ctx.buffer, ctx.start, ctx.lowest = buffer, start, lowest
-        ctx.tokens, ctx.dtypes = tensors[0].shape[-2], [tensor.dtype for tensor in tensors]
-        stop = start + ctx.tokens
+    def forward(ctx: Any, place: Place, write: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.place, ctx.dtypes = place, [tensor.dtype for tensor in tensors]
+        buffer = place.buffer
+        if write:
+            for slot, tensor in enumerate(tensors):
+                buffer._write(slot, place.start, tensor)
+            buffer._filled = buffer._awaited = place.stop
         # `.data` has a version counter of its own: later chunks may write behind what autograd saves of this view.
         return tuple(
-            buffer._write(slot, start, tensor).data.narrow(-2, lowest, stop - lowest)
-            for slot, tensor in enumerate(tensors)
+            buffer._values[slot].data.narrow(-2, place.lowest, place.stop - place.lowest)
+            for slot in range(len(tensors))
         )
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor | None):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        place = ctx.place
+        buffer, before, tokens = place.buffer, place.start - place.lowest, place.stop - place.start
+        buffer._start_backward(place.start, place.stop)
         own: list[Tensor | None] = []
-        before = ctx.start - ctx.lowest
         for slot, gradient in enumerate(gradients):
-            later = ctx.buffer._left_by_later_chunks(slot, ctx.start, ctx.tokens)
             if gradient is not None and before > 0:
-                ctx.buffer._accumulate(slot, ctx.lowest, gradient.narrow(-2, 0, before))
-            part = None if gradient is None else gradient.narrow(-2, before, ctx.tokens)
-            if later is not None:
-                part = (later if part is None else later + part).to(ctx.dtypes[slot])
+                buffer._accumulator(slot).narrow(-2, place.lowest, before).add_(gradient.narrow(-2, 0, before))
+            part = None if gradient is None else gradient.narrow(-2, before, tokens)
+            collected = buffer._gradients.get(slot)
+            if collected is not None:
+                collected = collected.narrow(-2, place.start, tokens)
+                part = (collected if part is None else collected + part).to(ctx.dtypes[slot])
             own.append(part)
-        return None, None, None, *own
+        if place.start == 0:
+            buffer.close()
+        return None, None, *own
+
+
+def _four(tensor: Tensor) -> Tensor:
+    """Three-dimensional values, as of an indexer, seen with one head."""
+    return tensor if tensor.ndim == 4 else tensor[:, None]
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward in this thread: then a chunk's forward is run for its activations only."""
+    return bool(torch._C._current_graph_task_id() != -1)

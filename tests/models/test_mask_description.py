@@ -10,9 +10,10 @@ from support.tiny_models import tiny_config
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from lightning_seq1f1b.models.attention import NAME, CausalMask, attend, describe_mask
+from lightning_seq1f1b.models.attention import NAME, attend, describe_mask
 from lightning_seq1f1b.models.chunk_cache import ChunkCache, ChunkedState, layer_kinds
-from lightning_seq1f1b.ops.reference import causal_mask, reference_attention
+from lightning_seq1f1b.ops.reference import reference_attention
+from lightning_seq1f1b.ops.visibility import Visibility
 from lightning_seq1f1b.schedule.spans import Span
 
 SPAN = Span(14, 20)
@@ -27,35 +28,48 @@ def arguments(family: str, attention_mask: torch.Tensor | None = None) -> dict[s
     return {"config": config, "inputs_embeds": hidden, "attention_mask": attention_mask, CACHE_NAME: cache}
 
 
+def causal(keys: int, window: int | None = None) -> torch.Tensor:
+    """True where one of the chunk's queries sees one of the last `keys` keys."""
+    query = torch.arange(SPAN.start, SPAN.stop)[:, None]
+    key = torch.arange(SPAN.stop - keys, SPAN.stop)
+    return (key <= query) & (key > query - (window or SPAN.stop + 1))
+
+
 def test_a_causal_mask_is_described() -> None:
-    assert create_causal_mask(**arguments("llama")) == CausalMask(window=None)
+    mask = create_causal_mask(**arguments("llama"))
+    assert isinstance(mask, Visibility)
+    assert mask.plain(SPAN.stop)
 
 
 def test_a_sliding_window_is_described() -> None:
-    assert create_sliding_window_causal_mask(**arguments("mistral")) == CausalMask(window=11)
+    mask = create_sliding_window_causal_mask(**arguments("mistral"))
+    assert isinstance(mask, Visibility)
+    assert (mask.window, mask.first_key, mask.key_mask) == (11, None, None)
 
 
-def test_padding_is_filled_in() -> None:
+def test_padding_is_described() -> None:
     padding = torch.ones(2, SPAN.stop, dtype=torch.int64)
     padding[1, :16] = 0
     mask = create_causal_mask(**arguments("llama", padding))
-    expected = causal_mask(SPAN.length, SPAN.stop, None, torch.device("cpu")) & padding.bool()[:, None, None, :]
-    assert torch.equal(mask, expected)
+    assert isinstance(mask, Visibility)
+    expected = causal(SPAN.stop) & padding.bool()[:, None, None, :]
+    assert torch.equal(mask.dense(SPAN.length, SPAN.stop, torch.device("cpu")), expected)
 
 
-def test_padding_in_a_window_is_filled_in_for_the_keys_that_are_left() -> None:
+def test_padding_in_a_window_is_described_for_the_keys_that_are_left() -> None:
     padding = torch.ones(2, SPAN.stop, dtype=torch.int64)
     padding[1, :7] = 0
     mask = create_sliding_window_causal_mask(**arguments("mistral", padding))
     lowest = SPAN.start - 10
     keys = SPAN.stop - lowest
-    expected = causal_mask(SPAN.length, keys, 11, torch.device("cpu")) & padding.bool()[:, None, None, lowest:]
-    assert torch.equal(mask, expected)
+    assert isinstance(mask, Visibility)
+    expected = causal(keys, 11) & padding.bool()[:, None, None, lowest:]
+    assert torch.equal(mask.dense(SPAN.length, keys, torch.device("cpu")), expected)
 
 
 def test_any_other_mask_is_filled_in() -> None:
     mask = create_causal_mask(**arguments("llama"), and_mask_function=lambda row, head, query, key: key != 3)
-    expected = causal_mask(SPAN.length, SPAN.stop, None, torch.device("cpu")).clone()
+    expected = causal(SPAN.stop)
     expected[:, 3] = False
     assert torch.equal(mask, expected.expand(2, 1, -1, -1))
 
@@ -90,8 +104,8 @@ class Layer(nn.Module):
     ("mask", "expected"),
     [
         (None, {}),
-        (CausalMask(None), {}),
-        (CausalMask(3), {"window": 3}),
+        (Visibility(), {}),
+        (Visibility(3), {"visible": Visibility(3)}),
         (torch.ones(2, 1, 4, 9).bool().tril(5), {"causal": False, "mask": torch.ones(4, 9).bool().tril(5)}),
         (torch.arange(36.0).view(1, 1, 4, 9) / 9, {"causal": False, "bias": torch.arange(36.0).view(1, 1, 4, 9) / 9}),
     ],

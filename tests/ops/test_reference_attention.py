@@ -6,26 +6,37 @@ import pytest
 import torch
 from support.attention_cases import by_loops, inputs
 
-from lightning_seq1f1b.ops.reference import causal_mask, reference_attention
+from lightning_seq1f1b.ops.reference import reference_attention
+from lightning_seq1f1b.ops.visibility import Visibility
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"softcap": 0.7}, {"sinks": torch.linspace(-1, 2, 4).double()}], ids=str
+    "options",
+    [
+        {},
+        {"window": 3},
+        {"first_key": torch.tensor([[0, 0, 6, 6, 6], [2, 3, 3, 3, 8]], dtype=torch.int32)},
+        {"key_mask": torch.tensor([[True] * 9, [False, False, *[True] * 5, False, True]])},
+        {"softcap": 0.7},
+        {"sinks": torch.linspace(-1, 2, 4).double()},
+    ],
+    ids=lambda options: str(*options),
 )
 def test_it_is_the_definition(kv_heads: int, options: dict[str, object]) -> None:
     query, key, value = (tensor.detach() for tensor in inputs(5, 9, kv_heads=kv_heads, value_size=6))
     expected = by_loops(query, key, value, 0.4, **options)
+    visible = Visibility(**{name: options.pop(name) for name in list(options) if name not in ("softcap", "sinks")})
     torch.testing.assert_close(
-        reference_attention(query, key, value, scale=0.4, **options), expected, rtol=0, atol=1e-13
+        reference_attention(query, key, value, scale=0.4, visible=visible, **options), expected, rtol=0, atol=1e-13
     )
 
 
 def test_the_last_query_stands_at_the_last_key() -> None:
-    mask = causal_mask(2, 5, None, torch.device("cpu"))
-    assert mask.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    mask = causal_mask(2, 5, 2, torch.device("cpu"))
-    assert mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    mask = Visibility().dense(2, 5, torch.device("cpu"))
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    mask = Visibility(2).dense(2, 5, torch.device("cpu"))
+    assert mask[0, 0].int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
 
 
 def test_a_mask_and_a_bias_say_the_same() -> None:
@@ -35,7 +46,7 @@ def test_a_mask_and_a_bias_say_the_same() -> None:
     masked = reference_attention(query, key, value, scale=0.4, mask=allowed)
     biased = reference_attention(query, key, value, scale=0.4, bias=torch.where(allowed, 0.0, -1e30))
     torch.testing.assert_close(masked, biased, rtol=0, atol=1e-13)
-    causal = causal_mask(5, 9, None, torch.device("cpu"))
+    causal = torch.ones(5, 9, dtype=torch.bool).tril(4)
     torch.testing.assert_close(
         masked, reference_attention(query, key, value, scale=0.4, causal=False, mask=allowed & causal), rtol=0, atol=0
     )

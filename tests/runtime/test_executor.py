@@ -122,24 +122,25 @@ def test_a_frozen_first_stage_needs_no_backward_of_its_own():
 @pytest.mark.parametrize("schedule", ["seq1f1b", "forward"])
 def test_nothing_is_alive_after_a_step(schedule, monkeypatch):
     buffers, tensors = [], []
-    init, write, accumulate = kv_buffer.KVBuffer.__init__, kv_buffer.KVBuffer._write, kv_buffer.KVBuffer._accumulate
+    buffer = kv_buffer.KVBuffer
+    init, write, accumulator = buffer.__init__, buffer._write, buffer._accumulator
 
     def watched_init(self, length):
         buffers.append(weakref.ref(self))
         init(self, length)
 
     def watched_write(self, slot, start, tensor):
-        values = write(self, slot, start, tensor)
-        tensors.append(weakref.ref(values))
-        return values
+        write(self, slot, start, tensor)
+        tensors.append(weakref.ref(self._values[slot]))
 
-    def watched_accumulate(self, slot, lowest, gradient):
-        accumulate(self, slot, lowest, gradient)
-        tensors.append(weakref.ref(self._gradients[slot]))
+    def watched_accumulator(self, slot):
+        gradient = accumulator(self, slot)
+        tensors.append(weakref.ref(gradient))
+        return gradient
 
-    monkeypatch.setattr(kv_buffer.KVBuffer, "__init__", watched_init)
-    monkeypatch.setattr(kv_buffer.KVBuffer, "_write", watched_write)
-    monkeypatch.setattr(kv_buffer.KVBuffer, "_accumulate", watched_accumulate)
+    monkeypatch.setattr(buffer, "__init__", watched_init)
+    monkeypatch.setattr(buffer, "_write", watched_write)
+    monkeypatch.setattr(buffer, "_accumulator", watched_accumulator)
     stages = toy_stages(2)
     activations = []
     for stage in stages:

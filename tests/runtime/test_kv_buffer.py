@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
+from lightning_seq1f1b.ops.attention import chunk_attention
+from lightning_seq1f1b.ops.visibility import Visibility
+from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 
 ROWS, HEADS, LENGTH, SIZE = 2, 3, 11, 4
 CHUNKS = ((0, 4), (4, 5), (5, 11))
@@ -23,48 +26,158 @@ def attend(query, key, value, window=None):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
-def chunked(query, key, value, window=None, repeat=1):
+def accumulating(query, key, value, window=None):
+    """Attention that puts the gradients of keys and values into the buffer itself."""
+    place = appended(key, value)
+    assert place is not None
+    return chunk_attention(query, key, value, visible=Visibility(window), accumulators=place)
+
+
+def half_and_half(query, key, value, window=None):
+    """Two readers of the same keys and values, one of each kind."""
+    return attend(query, key, value, window) / 2 + accumulating(query, key, value, window) / 2
+
+
+ATTENTIONS = [attend, accumulating, half_and_half]
+
+
+def chunked(query, key, value, window=None, attention=attend, recompute=False):
     """Forward all chunks, backward them last first; returns the outputs and the gradients of query, key, value."""
     buffer = KVBuffer(LENGTH)
     leaves, outputs = [], []
+
+    def run(start, lowest, query, key, value):
+        keys, values = buffer.append(start, lowest, key, value)
+        return attention(query, keys, values, window)
+
     for start, stop in CHUNKS:
         parts = [tensor[:, :, start:stop].clone().requires_grad_() for tensor in (query, key, value)]
         lowest = 0 if window is None else max(0, start - window + 1)
-        for _ in range(repeat):
-            keys, values = buffer.append(start, lowest, parts[1], parts[2])
         leaves.append(parts)
-        outputs.append(attend(parts[0], keys, values, window))
+        outputs.append(
+            checkpoint(run, start, lowest, *parts, use_reentrant=False) if recompute else run(start, lowest, *parts)
+        )
     for output in reversed(outputs):
         output.square().sum().backward()
     gradients = [torch.cat([parts[slot].grad for parts in leaves], 2) for slot in range(3)]
     return torch.cat(outputs, 2).detach(), gradients, buffer
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
-def test_chunks_equal_the_whole_sequence(window):
+def test_chunks_equal_the_whole_sequence(window, attention):
     leaves = [tensor.requires_grad_() for tensor in inputs()]
     expected = attend(*leaves, window)
     expected.square().sum().backward()
-    output, gradients, _ = chunked(*inputs(), window)
+    output, gradients, buffer = chunked(*inputs(), window, attention)
     torch.testing.assert_close(output, expected.detach(), rtol=1e-12, atol=1e-13)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-13)
+    assert buffer.nbytes() == 0  # freed by the backward of chunk 0
 
 
-def test_writing_a_chunk_again_changes_nothing():
-    _, once, _ = chunked(*inputs())
-    _, twice, _ = chunked(*inputs(), repeat=2)
-    for a, b in zip(once, twice, strict=True):
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_recomputing_changes_nothing(attention):
+    output, once, _ = chunked(*inputs(), attention=attention)
+    again, recomputed, _ = chunked(*inputs(), attention=attention, recompute=True)
+    for a, b in zip([output, *once], [again, *recomputed], strict=True):
         assert torch.equal(a, b)
 
 
-def test_low_precision_keeps_float32_accumulators():
-    _, gradients, buffer = chunked(*inputs(torch.bfloat16))
-    assert {tensor.dtype for tensor in buffer._gradients.values()} == {torch.float32}
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_low_precision_keeps_float32_accumulators(attention, monkeypatch):
+    dtypes = set()
+    accumulator = KVBuffer._accumulator
+
+    def watched(self, slot):
+        tensor = accumulator(self, slot)
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    monkeypatch.setattr(KVBuffer, "_accumulator", watched)
+    _, gradients, _ = chunked(*inputs(torch.bfloat16), attention=attention)
+    assert dtypes == {torch.float32}
     assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
-    _, exact, _ = chunked(*[tensor.double() for tensor in inputs(torch.bfloat16)])
+    _, exact, _ = chunked(*[tensor.double() for tensor in inputs(torch.bfloat16)], attention=attention)
     for gradient, reference in zip(gradients, exact, strict=True):
         assert (gradient - reference).norm() / reference.norm() < 0.02
+
+
+def test_only_what_one_append_returned_has_a_place():
+    _, key, value = inputs()
+    buffer = KVBuffer(LENGTH)
+    keys, values = buffer.append(0, 0, key[:, :, :4].requires_grad_(), value[:, :, :4].requires_grad_())
+    assert appended(keys, values).stop == 4
+    others = buffer.append(4, 0, key[:, :, 4:5].requires_grad_(), value[:, :, 4:5].requires_grad_())
+    for pair in [(values, keys), (keys, keys), (keys * 1, values), (keys[:, :1], values[:, :1]), (keys, others[1])]:
+        assert appended(*pair) is None
+    assert appended(key, value) is None
+
+
+def appended_chunks(buffer, *chunks):
+    """Append chunks that want gradients; returns the sum of each one's keys."""
+    _, key, value = inputs()
+    sums = []
+    for start, stop in chunks:
+        keys, _ = buffer.append(start, 0, key[:, :, start:stop].requires_grad_(), value[:, :, start:stop])
+        sums.append(keys.sum())
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((0, 4), (0, 4), r"once and in order: expected one that starts at token 4, not one of tokens \[0, 4\)"),
+        ((0, 4), (5, 8), r"expected one that starts at token 4, not one of tokens \[5, 8\)"),
+        ((0, 4), (4, 12), r"\[4, 12\).* does not fit a row of 11"),
+    ],
+    ids=["twice", "a gap", "too long"],
+)
+def test_chunks_out_of_order(first, second, message):
+    key = torch.zeros(1, 1, 20, 2)
+    buffer = KVBuffer(LENGTH)
+    buffer.append(first[0], 0, *[key[:, :, slice(*first)]] * 2)
+    with pytest.raises(ValueError, match=message):
+        buffer.append(second[0], 0, *[key[:, :, slice(*second)]] * 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(1, 1, 2, 2).double(),
+        torch.zeros(1, 2, 2, 2),
+        torch.zeros(1, 1, 2, 3),
+        torch.zeros(1, 1, 2, 2).to("meta"),
+    ],
+    ids=["dtype", "heads", "size", "device"],
+)
+def test_chunks_that_differ(other):
+    buffer = KVBuffer(LENGTH)
+    buffer.append(0, 0, torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))
+    with pytest.raises(ValueError, match=r"earlier chunks call for \[1, 1, 2, 2\] torch.float32 on cpu, not"):
+        buffer.append(4, 0, other, other)
+
+
+def test_backwards_out_of_order():
+    buffer = KVBuffer(LENGTH)
+    first, second = appended_chunks(buffer, (0, 4), (4, 6))
+    with pytest.raises(RuntimeError, match=r"last chunk first: expected the one that ends at token 6, not .*\[0, 4\)"):
+        first.backward()
+    second.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"expected the one that ends at token 4, not that of tokens \[4, 6\)"):
+        second.backward()
+
+
+def test_a_freed_buffer():
+    buffer = KVBuffer(LENGTH)
+    (only,) = appended_chunks(buffer, (0, 4))
+    buffer.close()
+    with pytest.raises(
+        RuntimeError, match=r"backward of the chunk of tokens \[0, 4\) came after its KV buffer was freed"
+    ):
+        only.backward()
+    with pytest.raises(RuntimeError, match="was freed"):
+        appended_chunks(buffer, (4, 6))
 
 
 def test_reads_are_views_of_one_buffer_and_close_frees_it():

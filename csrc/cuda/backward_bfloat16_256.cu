@@ -1,0 +1,7 @@
+#include "backward.cuh"
+
+namespace seq1f1b::cuda {
+
+template int launch_backward<BFloat16, 256>(const Backward&, float*, void*);
+
+}  // namespace seq1f1b::cuda
