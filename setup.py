@@ -21,8 +21,8 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
 
-from building.compilation import build  # noqa: E402
-from building.problem import BuildProblemError  # noqa: E402
+from building.compilation import build  # noqa: E402 (found only by the path above)
+from building.problem import BuildProblemError  # noqa: E402 (likewise)
 
 # Python without a global lock has no limited API yet.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -53,7 +53,8 @@ class BuildKernels(build_ext):
             objects = ROOT / "build" / "kernels"
             print(build(ROOT / "csrc", target, objects, cuda=cuda, limited_api=LIMITED_API))
         except BuildProblemError as problem:
-            print(problem.details, file=sys.stderr)
+            if problem.details:
+                print(problem.details, file=sys.stderr)
             if native == "on" or cuda == "on":
                 raise CompileError(f"the kernels of lightning-seq1f1b cannot be built: {problem}") from problem
             print(f"installing without the kernels of lightning-seq1f1b: {problem}", file=sys.stderr)

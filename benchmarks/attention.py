@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_seq1f1b.ops.attend import attend
+from lightning_seq1f1b.ops import native as extension
+from lightning_seq1f1b.ops.kernel_attention import kernel_attention
 from lightning_seq1f1b.ops.kernels import MERGED, NATIVE, Kernel
 from lightning_seq1f1b.ops.masked import masked_attention
-from lightning_seq1f1b.ops.scores import Scores
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.ops.visibility import Visibility
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 from lightning_seq1f1b.schedule.partition import even
@@ -86,7 +87,7 @@ def by(kernel: Kernel) -> Attention:
     """Attention by one of the package's kernels."""
 
     def computed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, key, value, None, kernel, Scores(SIZE**-0.5), appended(key, value))
+        return kernel_attention(query, key, value, None, kernel, Options(SIZE**-0.5), appended(key, value))
 
     return computed
 
@@ -161,6 +162,7 @@ def row(
         "merged_whole": of_merged.total / of_whole.total,
         "forward_of_mm": 2 * product / native.forward / rate,
         "backward_of_mm": 5 * product / native.backward / rate,
+        "variant": extension.cpu_variant(DTYPES[dtype]),
         "native_ms": native.total * 1e3,
         "whole_ms": of_whole.total * 1e3,
     }
@@ -170,6 +172,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "dtype": lambda r: r["dtype"],
+        "native": lambda r: r["variant"],
         "tokens": lambda r: str(r["seq_len"]),
         "KV heads": lambda r: str(r["kv_heads"]),
         "chunks": lambda r: str(r["chunks"]),
@@ -206,7 +209,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     )
     axes.set_ylabel("time, torch on the whole sequence = 1")
     axes.set_title(f"Forward and backward of causal attention over {rows[0]['seq_len']} tokens in chunks")
-    axes.legend()
+    axes.set_ylim(top=1.15 * axes.get_ylim()[1])
+    axes.legend(loc="upper center", ncols=len(ways))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -223,6 +227,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="the best of so many counts")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), help="folder of attention.json and .png")
     args = parser.parse_args()
+    if args.rounds < 1 or any(HEADS % count for count in args.kv_heads):
+        parser.error(f"at least one round, and numbers of KV heads that divide {HEADS}")
+    if not extension.available():
+        parser.error(f"nothing to measure without the native kernels: {extension.reason()}")
     torch.set_num_threads(1)
     rows = [
         line for dtype in args.dtypes for line in measure(dtype, args.seq_len, args.kv_heads, args.chunks, args.rounds)

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "../attention.h"
+#include "overlap.h"
 
 namespace seq1f1b::bindings {
 
@@ -100,6 +101,12 @@ class Demands {
     if (!tensor.is_contiguous())
       fail(name, " must be contiguous, but has shape ", listed(tensor.sizes()), " and strides ",
            listed(tensor.strides()));
+  }
+
+  // Threads write to one of them while others read from, or write to, the other.
+  void apart(const char* name, const Memory& memory, const char* other_name, const Memory& other) const {
+    if (overlap(memory, other))
+      fail(name, " must not share memory with ", other_name, ", but the two overlap; make one of them a copy");
   }
 
   DType kernel_dtype(const char* name, const Tensor& tensor) const {
@@ -211,6 +218,7 @@ inline void check_backward(
   demands.unit_last_stride("value_gradient", value_gradient);
   demands.writable("key_gradient", key_gradient);
   demands.writable("value_gradient", value_gradient);
+  demands.apart("key_gradient", Memory(key_gradient), "value_gradient", Memory(value_gradient));
 }
 
 inline void check_append(const Demands& demands, const Tensor& buffer, const Tensor& chunk, int64_t start) {
@@ -227,6 +235,7 @@ inline void check_append(const Demands& demands, const Tensor& buffer, const Ten
   demands.unit_last_stride("buffer", buffer);
   demands.unit_last_stride("chunk", chunk);
   demands.writable("buffer", buffer);
+  demands.apart("the part of buffer that is written to", Memory(buffer).tokens(start, tokens), "chunk", Memory(chunk));
 }
 
 inline void check_accumulate(const Demands& demands, const Tensor& total, const Tensor& part) {
@@ -240,6 +249,7 @@ inline void check_accumulate(const Demands& demands, const Tensor& total, const 
   demands.unit_last_stride("total", total);
   demands.unit_last_stride("part", part);
   demands.writable("total", total);
+  demands.apart("total", Memory(total), "part", Memory(part));
 }
 
 }  // namespace seq1f1b::bindings

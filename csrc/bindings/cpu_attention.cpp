@@ -7,8 +7,7 @@
 #include <tuple>
 
 #include "../cpu/dispatch.h"
-#include "arguments.h"
-#include "results.h"
+#include "checked_problems.h"
 
 namespace seq1f1b::bindings {
 namespace {
@@ -42,17 +41,13 @@ std::tuple<Tensor, Tensor> attend(
     const Tensor& query, const Tensor& key, const Tensor& value, double scale, int64_t window, double softcap,
     const std::optional<Tensor>& first_key, const std::optional<Tensor>& key_mask) {
   const Demands demands("attend", query);
-  const Problem problem =
-      checked_problem(demands, query, key, value, scale, window, softcap, first_key, key_mask);
-  Tensor result = new_head_outputs(query, problem.value_size);
-  Tensor lse = new_per_query(query, accumulator_dtype(query));
-  if (problem.rows == 0 || problem.queries == 0) return {result, lse};
-  const Forward forward{
-      problem, input(query), input(key), input(value), output(result), lse.mutable_data_ptr()};
-
+  const CheckedForward checked =
+      checked_forward(demands, query, key, value, scale, window, softcap, first_key, key_mask);
+  const Forward& forward = checked.problem;
+  if (has_no_queries(forward)) return {checked.output, checked.lse};
   const cpu::Kernels& kernels = cpu::kernels(forward.dtype);
   spread(kernels.forward_tasks(forward), [&](int64_t begin, int64_t end) { kernels.forward(forward, begin, end); });
-  return {result, lse};
+  return {checked.output, checked.lse};
 }
 
 Tensor attend_backward(
@@ -60,15 +55,11 @@ Tensor attend_backward(
     const Tensor& lse, const Tensor& key_gradient, const Tensor& value_gradient, double scale, int64_t window,
     double softcap, const std::optional<Tensor>& first_key, const std::optional<Tensor>& key_mask) {
   const Demands demands("attend_backward", query);
-  const Problem problem =
-      checked_problem(demands, query, key, value, scale, window, softcap, first_key, key_mask);
-  check_backward(demands, problem, gradient, query, attended, lse, key_gradient, value_gradient);
-  Tensor query_gradient = new_head_outputs(query, problem.size);
-  if (problem.rows == 0 || problem.queries == 0) return query_gradient;
-  const Backward backward{
-      problem, input(gradient), input(query), input(key), input(value), input(attended), lse.const_data_ptr(),
-      output(query_gradient), output(key_gradient), output(value_gradient)};
-
+  const CheckedBackward checked =
+      checked_backward(demands, gradient, query, key, value, attended, lse, key_gradient, value_gradient, scale,
+                       window, softcap, first_key, key_mask);
+  const Backward& backward = checked.problem;
+  if (has_no_queries(backward)) return checked.query_gradient;
   const cpu::Kernels& kernels = cpu::kernels(backward.dtype);
   const auto run = [&](cpu::Part part) {
     spread(kernels.backward_tasks(backward, part),
@@ -80,7 +71,7 @@ Tensor attend_backward(
     run(cpu::Part::query);
     run(cpu::Part::key_value);
   }
-  return query_gradient;
+  return checked.query_gradient;
 }
 
 }  // namespace

@@ -40,12 +40,11 @@ void append(const Tensor& buffer, const Tensor& chunk, int64_t start) {
     char* target = static_cast<char*>(to.data) + (row * to.row + head * to.head + (start + token) * to.token) * bytes;
     const char* source =
         static_cast<const char*>(from.data) + (row * from.row + head * from.head + token * from.token) * bytes;
-    // memmove, because a chunk may be a view of the buffer.
     if (adjacent) {
-      std::memmove(target, source, count * size * bytes);
+      std::memcpy(target, source, count * size * bytes);
     } else {
       for (int64_t i = 0; i < count; ++i)
-        std::memmove(target + i * to.token * bytes, source + i * from.token * bytes, size * bytes);
+        std::memcpy(target + i * to.token * bytes, source + i * from.token * bytes, size * bytes);
     }
   });
 }

@@ -7,8 +7,7 @@
 #include <tuple>
 
 #include "../cuda/launch.h"
-#include "arguments.h"
-#include "results.h"
+#include "checked_problems.h"
 
 // Lives in the CUDA part of torch; weak, so that a torch without that part loads this file.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
@@ -17,8 +16,6 @@ namespace seq1f1b::bindings {
 namespace {
 
 using torch::stable::accelerator::DeviceGuard;
-
-constexpr int64_t largest_head = 256;
 
 void* current_stream(const Tensor& tensor) {
   void* stream = nullptr;
@@ -37,8 +34,8 @@ void check_launch(const char* op, int status) {
 void check_supported(const Demands& demands, const Problem& problem, const Tensor& query) {
   if (problem.dtype != DType::bfloat16 && problem.dtype != DType::float16)
     demands.fail("on CUDA query must be bfloat16 or float16, but is ", dtype_name(query.scalar_type()));
-  if (problem.size > largest_head || problem.value_size > largest_head)
-    demands.fail("on CUDA heads have at most ", largest_head, " entries, but those of query have ", problem.size,
+  if (problem.size > cuda::largest_head || problem.value_size > cuda::largest_head)
+    demands.fail("on CUDA heads have at most ", cuda::largest_head, " entries, but those of query have ", problem.size,
                  " and those of value ", problem.value_size);
 }
 
@@ -46,17 +43,13 @@ std::tuple<Tensor, Tensor> attend(
     const Tensor& query, const Tensor& key, const Tensor& value, double scale, int64_t window, double softcap,
     const std::optional<Tensor>& first_key, const std::optional<Tensor>& key_mask) {
   const Demands demands("attend", query);
-  const Problem problem =
-      checked_problem(demands, query, key, value, scale, window, softcap, first_key, key_mask);
-  check_supported(demands, problem, query);
+  const CheckedForward checked =
+      checked_forward(demands, query, key, value, scale, window, softcap, first_key, key_mask);
+  check_supported(demands, checked.problem, query);
   const DeviceGuard guard(query.get_device_index());
-  Tensor result = new_head_outputs(query, problem.value_size);
-  Tensor lse = new_per_query(query, ScalarType::Float);
-  if (problem.rows == 0 || problem.queries == 0) return {result, lse};
-  const Forward forward{
-      problem, input(query), input(key), input(value), output(result), lse.mutable_data_ptr()};
-  check_launch("attend", seq1f1b_cuda_forward(&forward, current_stream(query)));
-  return {result, lse};
+  if (!has_no_queries(checked.problem))
+    check_launch("attend", seq1f1b_cuda_forward(&checked.problem, current_stream(query)));
+  return {checked.output, checked.lse};
 }
 
 Tensor attend_backward(
@@ -64,20 +57,16 @@ Tensor attend_backward(
     const Tensor& lse, const Tensor& key_gradient, const Tensor& value_gradient, double scale, int64_t window,
     double softcap, const std::optional<Tensor>& first_key, const std::optional<Tensor>& key_mask) {
   const Demands demands("attend_backward", query);
-  const Problem problem =
-      checked_problem(demands, query, key, value, scale, window, softcap, first_key, key_mask);
-  check_supported(demands, problem, query);
-  check_backward(demands, problem, gradient, query, attended, lse, key_gradient, value_gradient);
+  const CheckedBackward checked =
+      checked_backward(demands, gradient, query, key, value, attended, lse, key_gradient, value_gradient, scale,
+                       window, softcap, first_key, key_mask);
+  check_supported(demands, checked.problem, query);
   const DeviceGuard guard(query.get_device_index());
-  Tensor query_gradient = new_head_outputs(query, problem.size);
-  if (problem.rows == 0 || problem.queries == 0) return query_gradient;
-  const Backward backward{
-      problem, input(gradient), input(query), input(key), input(value), input(attended), lse.const_data_ptr(),
-      output(query_gradient), output(key_gradient), output(value_gradient)};
+  if (has_no_queries(checked.problem)) return checked.query_gradient;
   const Tensor delta = new_per_query(query, ScalarType::Float);
   float* scratch = static_cast<float*>(delta.mutable_data_ptr());
-  check_launch("attend_backward", seq1f1b_cuda_backward(&backward, scratch, current_stream(query)));
-  return query_gradient;
+  check_launch("attend_backward", seq1f1b_cuda_backward(&checked.problem, scratch, current_stream(query)));
+  return checked.query_gradient;
 }
 
 void append(const Tensor& buffer, const Tensor& chunk, int64_t start) {

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "../cpu/dispatch.h"
 
@@ -67,12 +66,7 @@ std::string quoted(const char* text) {
 
 std::string built_variants() {
   std::string names;
-  for (const cpu::Kernels* kernels : {
-           cpu::generic_kernels, cpu::avx2_kernels, cpu::avx512_kernels,
-#ifdef SEQ1F1B_AMX
-           cpu::amx_kernels,
-#endif
-       })
+  for (const cpu::Kernels* kernels : {cpu::generic_kernels, cpu::avx2_kernels, cpu::avx512_kernels, cpu::amx_kernels})
     if (kernels) names += (names.empty() ? "" : ", ") + quoted(kernels->name);
   return names;
 }

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +48,9 @@ def build(sources: Path, target: Path, objects: Path, *, cuda: str, limited_api:
         try:
             return _build(sources, target, objects, torch, compiler, cuda_compiler(), limited_api)
         except BuildProblemError as problem:
-            print(f"{problem.details}\nbuilding the kernels without CUDA: {problem}", file=sys.stderr)
+            if problem.details:
+                print(problem.details, file=sys.stderr)
+            print(f"building the kernels without CUDA: {problem}", file=sys.stderr)
     return _build(sources, target, objects, torch, compiler, None, limited_api)
 
 
@@ -62,7 +64,8 @@ def _build(
     limited_api: bool,
 ) -> str:
     jobs = compile_jobs(sources, torch, compiler, toolkit, limited_api)
-    compiled = _compile(jobs, sources, torch, objects)
+    # nvcc leaves to the C++ compiler what runs on the host.
+    compiled_by = {".cpp": compiler.banner, ".cu": compiler.banner + (toolkit.banner if toolkit else "")}
     # The C++ library comes first: torch's libraries export some of its functions too, but not in every version.
     libraries = ["-lstdc++", f"-L{torch.folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     if toolkit:
@@ -70,18 +73,27 @@ def _build(
         # stream found, which the bindings know by a weak name.
         libraries += ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-state"]
         libraries += [f"-L{toolkit.libraries}", "-lcudart_static", "-lrt", "-ldl"]
-    _link(compiler, compiled, libraries, sources / "bindings" / "exports.map", target)
+    try:
+        compiled = _compile(jobs, sources, torch, compiled_by, objects)
+        _link(compiler, compiled, libraries, sources / "bindings" / "exports.map", target)
+    except OSError as error:
+        raise BuildProblemError(
+            f"a file of the build cannot be read or written: {error}; {objects} and {target.parent} must be folders "
+            "that can be written to"
+        ) from error
     kind = f"with CUDA {toolkit.version} for {', '.join(toolkit.architectures)}" if toolkit else "without CUDA"
     return f"built {target.name} with {shlex.join(compiler.command)} against torch {torch.version}, {kind}"
 
 
-def _compile(jobs: Sequence[Job], sources: Path, torch: InstalledTorch, objects: Path) -> list[Path]:
+def _compile(
+    jobs: Sequence[Job], sources: Path, torch: InstalledTorch, compiled_by: Mapping[str, str], objects: Path
+) -> list[Path]:
     objects.mkdir(parents=True, exist_ok=True)
     headers = [path for path in sources.rglob("*") if path.is_file() and path.suffix not in COMPILED_SUFFIXES]
     newest_header = max((path.stat().st_mtime for path in headers), default=0.0)
 
     def compile_one(job: Job) -> Path:
-        command = "\0".join((*job.command, str(job.source), torch.version))
+        command = "\0".join((*job.command, str(job.source), torch.version, compiled_by[job.source.suffix]))
         made = objects / f"{job.source.stem}-{hashlib.sha256(command.encode()).hexdigest()[:12]}.o"
         if not made.exists() or made.stat().st_mtime <= max(newest_header, job.source.stat().st_mtime):
             with _replacing(made) as unfinished:
@@ -120,5 +132,10 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _processes() -> int:
-    available = len(os.sched_getaffinity(0))
-    return max(1, int(os.environ.get("MAX_JOBS") or available))
+    wanted = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
+    try:
+        return max(1, int(wanted))
+    except ValueError:
+        raise BuildProblemError(
+            f"the environment variable MAX_JOBS must be a whole number, but is {wanted!r}"
+        ) from None

@@ -47,8 +47,6 @@ def compile_jobs(
     ours, theirs = (f"-ffile-prefix-map={sources.parent}/=",), (f"-ffile-prefix-map={torch.folder}=torch",)
     extra = [*compiler.accepted(ours), *shlex.split(os.environ.get("CXXFLAGS", ""))]
     kernels = sorted((sources / "cpu").glob("*.cpp"), key=lambda path: (_instruction_set(path), path.name))
-    if any(_words(path) & {"amx"} for path in kernels):
-        common.append("-DSEQ1F1B_AMX")
     standard = compiler.accepted(["-std=c++20"], ["-std=c++2a"])
     bindings = [*standard, *_binding_flags(torch, cuda, limited_api), *compiler.accepted(theirs)]
     jobs = [

@@ -44,6 +44,11 @@ class CppCompiler:
 
     command: tuple[str, ...]
 
+    @property
+    def banner(self) -> str:
+        """What it says of itself, its exact version among it."""
+        return run([*self.command, "--version"])
+
     def accepts(self, flags: Iterable[str]) -> bool:
         """Whether it compiles an empty file with these flags."""
         return _succeeds((*self.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull))
@@ -82,6 +87,11 @@ class CudaCompiler:
     include: Path
     libraries: Path
     architectures: tuple[str, ...]
+
+    @property
+    def banner(self) -> str:
+        """What it says of itself, its exact version among it."""
+        return run([self.nvcc, "--version"])
 
     def target_flags(self) -> list[str]:
         """Machine code for each architecture, and PTX of the newest for what comes after it."""
@@ -125,6 +135,10 @@ def _architectures(nvcc: str) -> tuple[str, ...]:
             raise BuildProblemError(
                 f"{ARCHITECTURES_VARIABLE} holds {number!r}, which is none of the architectures that {nvcc} knows: "
                 f"{', '.join(sorted(known, key=lambda name: (len(name), name)))}"
+            )
+        if int(number.rstrip("af")) < int(ARCHITECTURES[0]):
+            raise BuildProblemError(
+                f"{ARCHITECTURES_VARIABLE} holds {number!r}, but the kernels need {ARCHITECTURES[0]} or later"
             )
     numbers = chosen or [number for number in ARCHITECTURES if number in known]
     return tuple(sorted(set(numbers), key=lambda number: int(number.rstrip("af"))))

@@ -13,14 +13,14 @@
 #include "amx_keys.h"
 #include "amx_packing.h"
 #include "amx_queries.h"
-#include "amx_scratch.h"
 #include "amx_softmax.h"
 #include "amx_tiles.h"
+#include "workspace.h"
 
 namespace seq1f1b::cpu::amx {
 namespace {
 
-constexpr int64_t kMostKeyBlocks = 4;
+constexpr int64_t most_key_blocks = 4;
 
 struct BackwardSizes {
   Extent key_size, value_size;
@@ -40,32 +40,33 @@ struct BackwardBuffers : BackwardSizes {
   char *weights, *gradients;          // of a group of keys with a block of query rows: [2][8] rows
   char *pairs, *rests;                // of a block of keys with a block of query rows: [8 panels][2][8] pairs
 
-  BackwardBuffers(Pieces& pieces, const BackwardSizes& sizes) : BackwardSizes(sizes) {
-    const int64_t rows = row_blocks * kBlock, panels = row_blocks * kPanels, k = key_size.depth, v = value_size.depth;
-    queries = pieces.take(panels * panel(k));
-    outputs = pieces.take(panels * panel(v));
-    query_rows = pieces.take(panels * panel(k));
-    output_rows = pieces.take(panels * panel(v));
-    query_sums = pieces.take(panels * sums(k));
-    lse = pieces.take<float>(rows);
-    delta = pieces.take<float>(rows);
-    first_key = pieces.take<int32_t>(rows);
-    last_key = pieces.take<int32_t>(rows);
-    visible = pieces.take<Visible>(panels);
-    keys = pieces.take(key_blocks * kGroups * panel(k));
-    values = pieces.take(key_blocks * kGroups * panel(v));
-    transposed = pieces.take(key_blocks * kGroups * panel(k));
-    key_sums = pieces.take(key_blocks * kGroups * sums(k));
-    value_sums = pieces.take(key_blocks * kGroups * sums(v));
-    products = pieces.take(4 * Products::bytes());
-    weights = pieces.take(2 * kPanels * kTile);
-    gradients = pieces.take(2 * kPanels * kTile);
-    pairs = pieces.take(kPanels * 2 * kGroups * kTile);
-    rests = pieces.take(kPanels * 2 * kGroups * kTile);
+  BackwardBuffers(Arena& arena, const BackwardSizes& sizes) : BackwardSizes(sizes) {
+    const int64_t rows = row_blocks * block_length, panels = row_blocks * block_panels;
+    const int64_t k = key_size.depth, v = value_size.depth;
+    queries = arena.take<char>(panels * panel(k));
+    outputs = arena.take<char>(panels * panel(v));
+    query_rows = arena.take<char>(panels * panel(k));
+    output_rows = arena.take<char>(panels * panel(v));
+    query_sums = arena.take<char>(panels * sums(k));
+    lse = arena.take<float>(rows);
+    delta = arena.take<float>(rows);
+    first_key = arena.take<int32_t>(rows);
+    last_key = arena.take<int32_t>(rows);
+    visible = arena.take<Visible>(panels);
+    keys = arena.take<char>(key_blocks * block_groups * panel(k));
+    values = arena.take<char>(key_blocks * block_groups * panel(v));
+    transposed = arena.take<char>(key_blocks * block_groups * panel(k));
+    key_sums = arena.take<char>(key_blocks * block_groups * sums(k));
+    value_sums = arena.take<char>(key_blocks * block_groups * sums(v));
+    products = arena.take<char>(4 * Products::bytes());
+    weights = arena.take<char>(2 * block_panels * tile_bytes);
+    gradients = arena.take<char>(2 * block_panels * tile_bytes);
+    pairs = arena.take<char>(block_panels * 2 * block_groups * tile_bytes);
+    rests = arena.take<char>(block_panels * 2 * block_groups * tile_bytes);
   }
   // Bytes of 32 rows of a head as bfloat16 and as sums.
-  static int64_t panel(int64_t depth) { return 2 * depth * kTile; }
-  static int64_t sums(int64_t depth) { return 4 * depth * kTile; }
+  static int64_t panel(int64_t depth) { return 2 * depth * tile_bytes; }
+  static int64_t sums(int64_t depth) { return 4 * depth * tile_bytes; }
 };
 
 template <Wanted wanted>
@@ -75,7 +76,7 @@ class BlockBackward {
       : f_(backward), row_(row), kv_head_(kv_head), b_(buffers), scale_(backward) {}
 
   // Gets ready for a span of at most `row_blocks` blocks. Returns the keys that it sees.
-  Range open(const Span& span) {
+  Range open(const QuerySpan& span) {
     Range seen{0, 0};
     for (int64_t panel = 0; panel < span.panels(); ++panel) {
       b_.visible[panel] = span.visible_of(panel);
@@ -84,61 +85,62 @@ class BlockBackward {
     return seen;
   }
 
-  void pack(const Span& span) {
+  void pack(const QuerySpan& span) {
     const int64_t k = b_.key_size.depth, v = b_.value_size.depth;
     for (int64_t panel = 0; panel < span.panels(); ++panel) {
       Rows rows, outputs;
       span.rows_of(f_.query, panel, rows);
-      pack_along<Order::transposed>(rows, f_.size, k, b_.queries + panel * b_.panel(k), k * kTile);
+      pack_along<Order::transposed>(rows, f_.size, k, b_.queries + panel * b_.panel(k), k * tile_bytes);
       if (wanted != Wanted::queries) {
         pack_across<Order::as_is>(rows, f_.size, b_.key_size.columns, across(b_.query_rows, panel, k),
-                                  kPanels * kTile);
+                                  block_panels * tile_bytes);
       }
       span.rows_of(f_.gradient, panel, rows);
-      pack_along<Order::transposed>(rows, f_.value_size, v, b_.outputs + panel * b_.panel(v), v * kTile);
+      pack_along<Order::transposed>(rows, f_.value_size, v, b_.outputs + panel * b_.panel(v), v * tile_bytes);
       if (wanted != Wanted::queries) {
         pack_across<Order::as_is>(rows, f_.value_size, b_.value_size.columns, across(b_.output_rows, panel, v),
-                                  kPanels * kTile);
+                                  block_panels * tile_bytes);
       }
       span.rows_of(f_.output, panel, outputs);
-      for (int64_t r = 0; r < kPanel; ++r) {
-        const int64_t at = panel * kPanel + r;
+      for (int64_t r = 0; r < panel_length; ++r) {
+        const int64_t at = panel * panel_length + r;
         b_.delta[at] = rows[r] ? dot(rows[r], outputs[r], f_.value_size) : 0.0f;
-        b_.lse[at] = rows[r] ? static_cast<const float*>(f_.lse)[span.lse(at)] * kLog2E
+        b_.lse[at] = rows[r] ? static_cast<const float*>(f_.lse)[span.lse(at)] * static_cast<float>(log2e)
                              : std::numeric_limits<float>::infinity();
       }
-      span.limits(panel, b_.first_key + panel * kPanel, b_.last_key + panel * kPanel);
+      span.limits(panel, b_.first_key + panel * panel_length, b_.last_key + panel * panel_length);
       if (wanted != Wanted::keys) std::memset(b_.query_sums + panel * b_.sums(k), 0, b_.sums(k));
     }
   }
 
   // Keys of `block` that somebody sees, as block `slot` of those held, without gradients so far.
-  void pack(const KeyBlock& block, Range groups, int64_t slot) {
+  void pack(const GroupedKeys& block, Range groups, int64_t slot) {
     const int64_t k = b_.key_size.depth, v = b_.value_size.depth;
     for (int64_t g = groups.begin; g < groups.end; ++g) {
       Rows rows;
       block.rows_of(f_.key, row_, kv_head_, g, rows);
-      pack_along<Order::as_is>(rows, f_.size, k, keys(b_.keys, slot, g, b_.panel(k)), k * kTile);
+      pack_along<Order::as_is>(rows, f_.size, k, keys(b_.keys, slot, g, b_.panel(k)), k * tile_bytes);
       if (wanted != Wanted::keys) {
         pack_across<Order::transposed>(rows, f_.size, b_.key_size.columns,
-                                       keys(b_.transposed, slot, 0, b_.panel(k)) + g * kTile, kGroups * kTile);
+                                       keys(b_.transposed, slot, 0, b_.panel(k)) + g * tile_bytes,
+                                       block_groups * tile_bytes);
       }
       block.rows_of(f_.value, row_, kv_head_, g, rows);
-      pack_along<Order::as_is>(rows, f_.value_size, v, keys(b_.values, slot, g, b_.panel(v)), v * kTile);
-      started_[slot * kGroups + g] = false;
+      pack_along<Order::as_is>(rows, f_.value_size, v, keys(b_.values, slot, g, b_.panel(v)), v * tile_bytes);
+      started_[slot * block_groups + g] = false;
     }
   }
 
   // Everything that block `rows` of the span and a block of keys give each other.
-  void meet(const Span& span, int64_t rows, const KeyBlock& block, int64_t slot) {
-    const int64_t first = rows * kPanels, panels = std::min(kPanels, span.panels() - first);
-    Range seen[kPanels], all{0, 0};
+  void meet(const QuerySpan& span, int64_t rows, const GroupedKeys& block, int64_t slot) {
+    const int64_t first = rows * block_panels, panels = std::min(block_panels, span.panels() - first);
+    Range seen[block_panels], all{0, 0};
     for (int64_t i = 0; i < panels; ++i) {
       seen[i] = block.groups(b_.visible[first + i]);
       all.cover(seen[i]);
     }
     for (int64_t g = all.begin; g < all.end; ++g) {
-      int64_t looking[kPanels], count = 0;
+      int64_t looking[block_panels], count = 0;
       for (int64_t i = 0; i < panels; ++i) {
         if (seen[i].contains(g)) looking[count++] = i;
       }
@@ -160,44 +162,45 @@ class BlockBackward {
     if (wanted == Wanted::keys) return;
     for (int64_t i = 0; i < panels; ++i) {
       if (seen[i].empty()) continue;
-      add_queries(first + i, b_.pairs + 2 * i * kGroups * kTile, seen[i], slot);
-      if (sees_few(b_.visible[first + i])) add_queries(first + i, b_.rests + 2 * i * kGroups * kTile, seen[i], slot);
+      add_queries(first + i, b_.pairs + 2 * i * block_groups * tile_bytes, seen[i], slot);
+      if (!sees_few(b_.visible[first + i])) continue;
+      add_queries(first + i, b_.rests + 2 * i * block_groups * tile_bytes, seen[i], slot);
     }
   }
 
   // Adds the gradients of the keys of a block to those of earlier calls.
   void close(int64_t start, Range groups, int64_t slot) {
     const int64_t k = b_.key_size.depth, v = b_.value_size.depth;
-    for (int64_t n = groups.begin * kPanel; n < groups.end * kPanel; n += kSide) {
-      if (!started_[slot * kGroups + n / kPanel]) continue;
-      add(f_.key_gradient, start + n, keys(b_.key_sums, slot, 0, b_.sums(k)) + n / kSide * 2 * k * kTile, f_.size,
-          static_cast<float>(f_.scale));
-      add(f_.value_gradient, start + n, keys(b_.value_sums, slot, 0, b_.sums(v)) + n / kSide * 2 * v * kTile,
+    for (int64_t n = groups.begin * panel_length; n < groups.end * panel_length; n += tile_lines) {
+      if (!started_[slot * block_groups + n / panel_length]) continue;
+      add(f_.key_gradient, start + n, keys(b_.key_sums, slot, 0, b_.sums(k)) + n / tile_lines * 2 * k * tile_bytes,
+          f_.size, static_cast<float>(f_.scale));
+      add(f_.value_gradient, start + n, keys(b_.value_sums, slot, 0, b_.sums(v)) + n / tile_lines * 2 * v * tile_bytes,
           f_.value_size, 1.0f);
     }
   }
 
   // Writes the gradients of the queries of a span.
-  void close(const Span& span) {
+  void close(const QuerySpan& span) {
     const int64_t columns = b_.key_size.columns;
     for (int64_t panel = 0; panel < span.panels(); ++panel) {
       for (int64_t h = 0; h < 2; ++h) {
         Targets targets;
-        for (int64_t j = 0; j < kSide; ++j) {
-          targets[j] = span.target(f_.query_gradient, panel * kPanel + query_of_column(h, j));
+        for (int64_t j = 0; j < tile_lines; ++j) {
+          targets[j] = span.target(f_.query_gradient, panel * panel_length + query_of_column(h, j));
         }
-        write_columns(b_.query_sums + (2 * panel + h) * columns * kTile,
+        write_columns(b_.query_sums + (2 * panel + h) * columns * tile_bytes,
                       _mm512_set1_ps(static_cast<float>(f_.scale)), targets, f_.size);
       }
     }
   }
 
  private:
-  static float dot(const Bits* a, const Bits* b, int64_t size) {
+  static float dot(const BFloat16Bits* a, const BFloat16Bits* b, int64_t size) {
     __m512 sum = _mm512_setzero_ps();
-    for (int64_t e = 0; e < size; e += kSide) {
-      const __mmask16 inside = static_cast<__mmask16>(first_lanes(size - e, kSide));
-      const auto load = [&](const Bits* x) {
+    for (int64_t e = 0; e < size; e += tile_lines) {
+      const __mmask16 inside = static_cast<__mmask16>(first_lanes(size - e, tile_lines));
+      const auto load = [&](const BFloat16Bits* x) {
         return from_bfloat16(_mm256_maskz_loadu_epi16(inside, x + e));
       };
       sum = _mm512_fmadd_ps(load(a), load(b), sum);
@@ -207,33 +210,34 @@ class BlockBackward {
 
   // A panel's part of tiles that lie [columns][8 panels] for each block of query rows.
   char* across(char* tiles, int64_t panel, int64_t depth) const {
-    return tiles + panel / kPanels * kPanels * b_.panel(depth) + panel % kPanels * kTile;
+    return tiles + panel / block_panels * block_panels * b_.panel(depth) + panel % block_panels * tile_bytes;
   }
   // A group's part of tiles that lie [8 groups] for each block of keys.
   static char* keys(char* tiles, int64_t slot, int64_t group, int64_t bytes) {
-    return tiles + (slot * kGroups + group) * bytes;
+    return tiles + (slot * block_groups + group) * bytes;
   }
 
   void multiply_group(int64_t panel, int64_t slot, int64_t group, int64_t turn) {
     const int64_t k = b_.key_size.depth, v = b_.value_size.depth;
     char* const scores = b_.products + turn % 2 * 2 * Products::bytes();
-    multiply<false>({keys(b_.keys, slot, group, b_.panel(k)), k * kTile},
-                    {b_.queries + panel * b_.panel(k), k * kTile}, k, {scores, kTile, Products::half_bytes()});
-    multiply<false>({keys(b_.values, slot, group, b_.panel(v)), v * kTile},
-                    {b_.outputs + panel * b_.panel(v), v * kTile}, v,
-                    {scores + Products::bytes(), kTile, Products::half_bytes()});
+    multiply<false>({keys(b_.keys, slot, group, b_.panel(k)), k * tile_bytes},
+                    {b_.queries + panel * b_.panel(k), k * tile_bytes}, k,
+                    {scores, tile_bytes, Products::half_bytes()});
+    multiply<false>({keys(b_.values, slot, group, b_.panel(v)), v * tile_bytes},
+                    {b_.outputs + panel * b_.panel(v), v * tile_bytes}, v,
+                    {scores + Products::bytes(), tile_bytes, Products::half_bytes()});
   }
 
-  void differentiate_group(const KeyBlock& block, int64_t group, int64_t first_panel, int64_t i, int64_t turn) {
+  void differentiate_group(const GroupedKeys& block, int64_t group, int64_t first_panel, int64_t i, int64_t turn) {
     const char* const scores = b_.products + turn % 2 * 2 * Products::bytes();
     const Products products{scores, scores + Products::bytes()};
-    const int64_t panel = first_panel + i, pairs = (2 * i * kGroups + group) * kTile;
-    const Results results{b_.weights + i * kTile, b_.gradients + i * kTile,
-                          kPanels * kTile,        b_.pairs + pairs,
-                          sees_few(b_.visible[panel]) ? b_.rests + pairs : nullptr, kGroups * kTile};
+    const int64_t panel = first_panel + i, pairs = (2 * i * block_groups + group) * tile_bytes;
+    const Results results{b_.weights + i * tile_bytes, b_.gradients + i * tile_bytes,
+                          block_panels * tile_bytes, b_.pairs + pairs,
+                          sees_few(b_.visible[panel]) ? b_.rests + pairs : nullptr, block_groups * tile_bytes};
     PanelState state;
     for (int64_t h = 0; h < 2; ++h) {
-      const int64_t r = panel * kPanel + h * kSide;
+      const int64_t r = panel * panel_length + h * tile_lines;
       state.lse[h] = _mm512_load_ps(b_.lse + r);
       state.delta[h] = _mm512_load_ps(b_.delta + r);
       state.first_key[h] = _mm512_load_si512(b_.first_key + r);
@@ -250,13 +254,13 @@ class BlockBackward {
   // A panel that does not see the group, between panels that do.
   void clear_group(int64_t i) {
     for (int64_t half = 0; half < 2; ++half) {
-      std::memset(b_.weights + (half * kPanels + i) * kTile, 0, kTile);
-      std::memset(b_.gradients + (half * kPanels + i) * kTile, 0, kTile);
+      std::memset(b_.weights + (half * block_panels + i) * tile_bytes, 0, tile_bytes);
+      std::memset(b_.gradients + (half * block_panels + i) * tile_bytes, 0, tile_bytes);
     }
   }
 
   void add_keys(int64_t rows, Range panels, int64_t slot, int64_t group) {
-    bool& started = started_[slot * kGroups + group];
+    bool& started = started_[slot * block_groups + group];
     if (started) {
       add_keys<true>(rows, panels, slot, group);
     } else {
@@ -273,22 +277,22 @@ class BlockBackward {
   }
   template <bool accumulate>
   void add_product(const char* left, const char* right, int64_t rows, Range panels, Extent size, char* sums) const {
-    const Operand weights{left + panels.begin * kTile, kPanels * kTile};
-    const char* const block = right + rows * kPanels * b_.panel(size.depth) + panels.begin * kTile;
+    const Operand weights{left + panels.begin * tile_bytes, block_panels * tile_bytes};
+    const char* const block = right + rows * block_panels * b_.panel(size.depth) + panels.begin * tile_bytes;
     for (int64_t c = 0; c < size.columns; c += 2) {
-      multiply<accumulate>(weights, {block + c * kPanels * kTile, kPanels * kTile}, panels.length(),
-                           {sums + c * kTile, size.columns * kTile, kTile});
+      multiply<accumulate>(weights, {block + c * block_panels * tile_bytes, block_panels * tile_bytes},
+                           panels.length(), {sums + c * tile_bytes, size.columns * tile_bytes, tile_bytes});
     }
   }
 
   void add_queries(int64_t panel, const char* pairs, Range groups, int64_t slot) {
     const int64_t columns = b_.key_size.columns;
-    char* const sums = b_.query_sums + 2 * panel * columns * kTile;
+    char* const sums = b_.query_sums + 2 * panel * columns * tile_bytes;
     const char* const transposed = keys(b_.transposed, slot, 0, b_.panel(b_.key_size.depth));
-    const Operand gradients{pairs + groups.begin * kTile, kGroups * kTile};
+    const Operand gradients{pairs + groups.begin * tile_bytes, block_groups * tile_bytes};
     for (int64_t c = 0; c < columns; c += 2) {
-      multiply<true>({transposed + (c * kGroups + groups.begin) * kTile, kGroups * kTile}, gradients,
-                     groups.length(), {sums + c * kTile, kTile, columns * kTile});
+      multiply<true>({transposed + (c * block_groups + groups.begin) * tile_bytes, block_groups * tile_bytes},
+                     gradients, groups.length(), {sums + c * tile_bytes, tile_bytes, columns * tile_bytes});
     }
   }
 
@@ -301,7 +305,8 @@ class BlockBackward {
   const int64_t row_, kv_head_;
   const BackwardBuffers& b_;
   const Scale scale_;
-  bool started_[kMostKeyBlocks * kGroups];  // groups of keys which have gradients in `key_sums` and `value_sums`
+  // Groups of keys which have gradients in `key_sums` and `value_sums`.
+  bool started_[most_key_blocks * block_groups];
 };
 
 }  // namespace

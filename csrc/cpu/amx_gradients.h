@@ -23,7 +23,7 @@ struct PanelState {
 struct Products {
   const char *scores, *values;
 
-  static constexpr int64_t half_bytes() { return kPanel * kLine; }
+  static constexpr int64_t half_bytes() { return panel_length * line_bytes; }
   static constexpr int64_t bytes() { return 2 * half_bytes(); }
 };
 
@@ -53,12 +53,12 @@ template <Wanted wanted, bool bent>
 inline void differentiate(const Products& products, const Scale& scale, const PanelState& queries,
                           const int32_t* index, const Results& to) {
   const __m512 unit = _mm512_set1_ps(scale.factor), one = _mm512_set1_ps(1.0f);
-  for (int64_t n = 0; n < kPanel; n += 2) {
+  for (int64_t n = 0; n < panel_length; n += 2) {
     __m512i gradients[2], rests[2];
     for (int64_t i = 0; i < 2; ++i) {
       __m512 p[2], g[2];
       for (int64_t h = 0; h < 2; ++h) {
-        const int64_t line = h * Products::half_bytes() + (n + i) * kLine;
+        const int64_t line = h * Products::half_bytes() + (n + i) * line_bytes;
         __m512 x = _mm512_load_ps(products.scores + line);
         if (bent) x = scale.bend(x);
         p[h] = exp2(_mm512_fmsub_ps(x, unit, queries.lse[h]));
@@ -72,14 +72,14 @@ inline void differentiate(const Products& products, const Scale& scale, const Pa
       gradients[i] = to_bfloat16(g[0], g[1]);
       if (wanted != Wanted::keys && to.rests) rests[i] = rest_of(g[0], g[1], gradients[i]);
       if (wanted != Wanted::queries) {
-        const int64_t line = (n + i) / kSide * to.second + (n + i) % kSide * kLine;
+        const int64_t line = (n + i) / tile_lines * to.second + (n + i) % tile_lines * line_bytes;
         _mm512_store_si512(to.weights + line, to_bfloat16(p[0], p[1]));
         _mm512_store_si512(to.gradients + line, gradients[i]);
       }
     }
     if (wanted != Wanted::keys) {
-      store_pairs(gradients[0], gradients[1], to.pairs + n / 2 * kLine, to.second_pairs);
-      if (to.rests) store_pairs(rests[0], rests[1], to.rests + n / 2 * kLine, to.second_pairs);
+      store_pairs(gradients[0], gradients[1], to.pairs + n / 2 * line_bytes, to.second_pairs);
+      if (to.rests) store_pairs(rests[0], rests[1], to.rests + n / 2 * line_bytes, to.second_pairs);
     }
   }
 }

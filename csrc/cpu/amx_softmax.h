@@ -22,7 +22,7 @@ struct Scale {
   explicit Scale(const Problem& p) {
     shape = p.softcap > 0 ? tanh : p.scale > 0 ? identity : linear;
     inner = static_cast<float>(shape == tanh ? p.scale / p.softcap : p.scale);
-    factor = static_cast<float>((shape == tanh ? p.softcap : shape == identity ? p.scale : 1.0) * double{kLog2E});
+    factor = static_cast<float>((shape == tanh ? p.softcap : shape == identity ? p.scale : 1.0) * log2e);
   }
   bool bends() const { return shape != identity; }
   __m512 bend(__m512 x) const {
@@ -45,17 +45,17 @@ struct Sight {
 inline __m512 bend_and_hide(char* products, const Scale& scale, const Sight& sight, __m512 largest) {
   if (!scale.bends() && !sight.index) {
     __m512 other = largest;  // two chains, since each maximum waits for the one before
-    for (int64_t n = 0; n < kPanel; n += 2) {
-      largest = _mm512_max_ps(largest, _mm512_load_ps(products + n * kLine));
-      other = _mm512_max_ps(other, _mm512_load_ps(products + (n + 1) * kLine));
+    for (int64_t n = 0; n < panel_length; n += 2) {
+      largest = _mm512_max_ps(largest, _mm512_load_ps(products + n * line_bytes));
+      other = _mm512_max_ps(other, _mm512_load_ps(products + (n + 1) * line_bytes));
     }
     return _mm512_max_ps(largest, other);
   }
   const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  for (int64_t n = 0; n < kPanel; ++n) {
-    __m512 x = scale.bend(_mm512_load_ps(products + n * kLine));
+  for (int64_t n = 0; n < panel_length; ++n) {
+    __m512 x = scale.bend(_mm512_load_ps(products + n * line_bytes));
     if (sight.index) x = _mm512_mask_mov_ps(hidden, sight.of(n), x);
-    _mm512_store_ps(products + n * kLine, x);
+    _mm512_store_ps(products + n * line_bytes, x);
     largest = _mm512_max_ps(largest, x);
   }
   return largest;
@@ -65,7 +65,7 @@ inline __m512 bend_and_hide(char* products, const Scale& scale, const Sight& sig
 struct Running {
   // How far scores may exceed the reference before it is raised. Rarely raising it saves most of the work of scaling
   // the output so far; weights of up to 2^8 are no less exact than weights of up to 1.
-  static constexpr float kSlack = 8.0f;
+  static constexpr float slack = 8.0f;
 
   __m512 reference;  // the score whose weight is 1: the largest one, but for a few units
   __m512 sum;        // of the weights
@@ -85,23 +85,23 @@ struct Running {
                                                 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
     const __m512 unit = _mm512_set1_ps(factor), before = reference, score = _mm512_mul_ps(most, unit);
-    const __mmask16 outgrown = _mm512_cmp_ps_mask(score, _mm512_add_ps(reference, _mm512_set1_ps(kSlack)), _CMP_GT_OQ);
+    const __mmask16 outgrown = _mm512_cmp_ps_mask(score, _mm512_add_ps(reference, _mm512_set1_ps(slack)), _CMP_GT_OQ);
     reference = _mm512_mask_mov_ps(reference, outgrown, score);
     __m512 sums[2], rounded_sums[2];  // two chains, since each addition waits for the one before
     sums[0] = sums[1] = rounded_sums[0] = rounded_sums[1] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < pairs; pair += 2) {
       for (int64_t i = 0; i < 2; ++i) {
-        const char* const lines = products + 2 * (pair + i) * kLine;
+        const char* const lines = products + 2 * (pair + i) * line_bytes;
         const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(lines), unit, reference));
-        const __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(lines + kLine), unit, reference));
+        const __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(lines + line_bytes), unit, reference));
         const __m512i both = to_bfloat16(even, odd), weight = _mm512_permutexvar_epi16(interleave, both);
         sums[i] = _mm512_add_ps(sums[i], _mm512_add_ps(even, odd));
         rounded_sums[i] = _mm512_dpbf16_ps(rounded_sums[i], reinterpret_cast<__m512bh>(weight), ones);
-        _mm512_store_si512(weights + (pair + i) * kLine, weight);
+        _mm512_store_si512(weights + (pair + i) * line_bytes, weight);
         if (rests) {
           const __m512i rest = _mm512_permutexvar_epi16(interleave, rest_of(even, odd, both));
           rounded_sums[i] = _mm512_dpbf16_ps(rounded_sums[i], reinterpret_cast<__m512bh>(rest), ones);
-          _mm512_store_si512(rests + (pair + i) * kLine, rest);
+          _mm512_store_si512(rests + (pair + i) * line_bytes, rest);
         }
       }
     }

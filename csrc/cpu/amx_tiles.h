@@ -5,26 +5,22 @@
 //   pairs    16 pairs of rows, 16 columns: line j, column c holds rows 2j and 2j + 1; the right operand
 //   floats   16 rows of 16 float: sums
 #pragma once
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <stdexcept>
+
+#include "tile_permission.h"
 
 namespace seq1f1b::cpu::amx {
 namespace {
 
-constexpr int64_t kLine = 64;    // bytes of a line of a tile
-constexpr int64_t kTile = 1024;  // bytes of a tile
-constexpr int64_t kSide = 16;    // lines of a tile, columns of a tile of floats
-constexpr int64_t kDepth = 32;   // terms that one tile instruction sums
-constexpr int64_t kPanel = 32;   // rows and columns that one product covers: two tiles each way
+constexpr int64_t line_bytes = 64;  // of a line of a tile
+constexpr int64_t tile_bytes = 1024;
+constexpr int64_t tile_lines = 16;    // and columns of a tile of floats
+constexpr int64_t tile_depth = 32;    // terms that one tile instruction sums
+constexpr int64_t panel_length = 32;  // rows and columns that one product covers: two tiles each way
 
-// The process must ask for the tile registers before any of its threads uses them.
 inline void request_tiles() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  if (!granted) throw std::runtime_error("the system does not grant this process the AMX tile registers");
+  if (!tiles_are_granted()) throw std::runtime_error("the system does not grant this process the AMX tile registers");
 }
 
 // While one exists, the thread's tile registers are configured; afterwards they are released, since held tiles make
@@ -36,8 +32,8 @@ class TileSession {
     Configuration configuration{};
     configuration.palette = 1;
     for (int i = 0; i < 8; ++i) {
-      configuration.line_bytes[i] = kLine;
-      configuration.lines[i] = kSide;
+      configuration.bytes_of_line[i] = line_bytes;
+      configuration.lines[i] = tile_lines;
     }
     asm volatile("ldtilecfg %0" : : "m"(configuration));
   }
@@ -48,7 +44,7 @@ class TileSession {
  private:
   struct Configuration {
     uint8_t palette, start_row, reserved[14];
-    uint16_t line_bytes[16];
+    uint16_t bytes_of_line[16];
     uint8_t lines[16];
   };
   static_assert(sizeof(Configuration) == 64, "the layout is the processor's");
@@ -57,12 +53,12 @@ class TileSession {
 // Written out rather than as intrinsics, whose definitions in some compilers do not say that they touch memory.
 template <int Register>
 inline void load_tile(const char* tile) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(tile), "r"(kLine), "i"(Register) : "memory");
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(tile), "r"(line_bytes), "i"(Register) : "memory");
 }
 
 template <int Register>
 inline void store_tile(char* tile) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(tile), "r"(kLine), "i"(Register) : "memory");
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(tile), "r"(line_bytes), "i"(Register) : "memory");
 }
 
 template <int Register>
@@ -102,12 +98,12 @@ inline void multiply(Operand left, Operand right, int64_t depth, Sums sums) {
     clear_tile<3>();
   }
   for (int64_t k = 0; k < depth; ++k) {
-    load_tile<4>(left.tiles + k * kTile);
-    load_tile<6>(right.tiles + k * kTile);
+    load_tile<4>(left.tiles + k * tile_bytes);
+    load_tile<6>(right.tiles + k * tile_bytes);
     add_product<0, 4, 6>();
-    load_tile<7>(right.tiles + right.second + k * kTile);
+    load_tile<7>(right.tiles + right.second + k * tile_bytes);
     add_product<1, 4, 7>();
-    load_tile<5>(left.tiles + left.second + k * kTile);
+    load_tile<5>(left.tiles + left.second + k * tile_bytes);
     add_product<2, 5, 6>();
     add_product<3, 5, 7>();
   }

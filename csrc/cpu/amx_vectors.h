@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "logarithms.h"
+
 namespace seq1f1b::cpu::amx {
 namespace {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // While one exists, results too small for a normal float become zero. Otherwise every vector with a weight below
 // 2^-126, of which there are many where scores differ a lot, takes sixty times as long.
@@ -28,8 +27,8 @@ class TinyIsZero {
 template <int Degree = 4>
 inline __m512 exp2(__m512 x) {
   static_assert(Degree == 4 || Degree == 6, "no other polynomial is given");
-  constexpr int kFraction = 0x09;  // x - floor(x), without exceptions
-  const __m512 f = _mm512_reduce_ps(x, kFraction);
+  constexpr int fraction = 0x09;  // x - floor(x), without exceptions
+  const __m512 f = _mm512_reduce_ps(x, fraction);
   __m512 y;
   if constexpr (Degree == 4) {
     y = _mm512_fmadd_ps(_mm512_set1_ps(0.0135341678f), f, _mm512_set1_ps(0.0520114601f));
@@ -56,7 +55,7 @@ inline __m512 tanh(__m512 x) {
   small = _mm512_fmadd_ps(small, square, _mm512_set1_ps(0.133311272f));
   small = _mm512_fmadd_ps(small, square, _mm512_set1_ps(-0.333332598f));
   small = _mm512_fmadd_ps(_mm512_mul_ps(small, square), size, size);
-  const __m512 e = exp2<6>(_mm512_mul_ps(size, _mm512_set1_ps(2.0f * kLog2E)));
+  const __m512 e = exp2<6>(_mm512_mul_ps(size, _mm512_set1_ps(static_cast<float>(2 * log2e))));
   const __m512 large = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
   const __mmask16 far = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_NLE_UQ);  // a NaN stays one
   const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));

@@ -86,6 +86,9 @@ class BackwardPass {
     scratch_bytes = arena.used();
   }
 
+  // As many packed columns as have room in 1.25 MiB with their queries and gradients, each in two orders, and the sums
+  // for the queries; or one block. What belongs to a block of keys comes on top: for heads of up to 256 entries the
+  // scratch is of 1.5 to 2 MiB, in float64 of up to 2.7 MiB, however long the sequence.
   static int64_t super_block(const Problem& p) {
     constexpr int64_t budget = 1280 * 1024;
     const int64_t bytes = int64_t(sizeof(Real)) * (3 * p.size + 2 * p.value_size);
@@ -95,6 +98,7 @@ class BackwardPass {
 
   // Packed columns [begin, end) over the keys [key_begin, key_end), a multiple of key_block at its beginning.
   void run(int64_t row, int64_t kv_head, int64_t begin, int64_t end, int64_t key_begin, int64_t key_end) {
+    if (part == Part::key_value && out_of_sight(begin, end, key_begin, key_end)) return;
     columns.set(p, row, begin, end, query_block);
     const int64_t seen_end = smaller(key_end, columns.all.end);
     int64_t n = larger(key_begin, columns.all.begin / key_block * key_block);
@@ -131,6 +135,13 @@ class BackwardPass {
   Real* weights;           // [key_block, stride], as are the next two
   Real* slopes;
   Real* score_gradients;
+
+  // Whether position and window alone hide the keys from the columns. A task of keys comes by all columns, and with a
+  // window almost all are out of sight: this tells without looking at each.
+  bool out_of_sight(int64_t begin, int64_t end, int64_t key_begin, int64_t key_end) const {
+    const int64_t first = position(p, begin / group(p)), last = position(p, (end - 1) / group(p));
+    return last < key_begin || (p.window > 0 && first - p.window + 1 >= key_end);
+  }
 
   void open(int64_t row, int64_t kv_head) {
     const int64_t padded = columns.strips * strip<Real>;

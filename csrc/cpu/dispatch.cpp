@@ -1,13 +1,11 @@
 #include "dispatch.h"
 
 #include <atomic>
-#include <cstdlib>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 #if defined(__x86_64__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tile_permission.h"
 #endif
 
 namespace seq1f1b::cpu {
@@ -30,29 +28,23 @@ bool runs_avx2() { return false; }
 bool runs_avx512() { return false; }
 #endif
 
-#if defined(SEQ1F1B_AMX)
 #if defined(__x86_64__) && defined(__linux__)
-// Linux hands out the tile registers on request, once per process and for all its threads.
 bool runs_amx() {
-  constexpr unsigned long request_permission = 0x1023, tile_data = 18;
   unsigned eax, ebx, ecx, edx;
   if (!runs_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   const bool tiles = (edx >> 24 & 1) && (edx >> 22 & 1);  // AMX-TILE, AMX-BF16
   const bool bfloat16 = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);  // AVX512-BF16
-  return tiles && bfloat16 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return tiles && bfloat16 && tiles_are_granted();
 }
 #else
 bool runs_amx() { return false; }
-#endif
 #endif
 
 std::vector<const Kernels*> find_available() {
   std::vector<const Kernels*> found{generic_kernels};
   if (avx2_kernels && runs_avx2()) found.push_back(avx2_kernels);
   if (avx512_kernels && runs_avx512()) found.push_back(avx512_kernels);
-#if defined(SEQ1F1B_AMX)
   if (amx_kernels && runs_amx()) found.push_back(amx_kernels);
-#endif
   return found;
 }
 
@@ -69,20 +61,10 @@ const Kernels* by_name(const std::string& name) {
 }
 
 // Null: the fastest for each dtype.
-std::atomic<const Kernels*>& chosen() {
-  static std::atomic<const Kernels*> choice = [] {
-    const char* name = std::getenv("LIGHTNING_SEQ1F1B_CPU");
-    return name ? by_name(name) : nullptr;
-  }();
-  return choice;
-}
+std::atomic<const Kernels*> chosen{nullptr};
 
 bool computes(const Kernels& kernels, DType dtype) {
-#if defined(SEQ1F1B_AMX)
-  if (&kernels == amx_kernels) return dtype == DType::bfloat16;
-#endif
-  (void)kernels, (void)dtype;
-  return true;
+  return &kernels != amx_kernels || dtype == DType::bfloat16;
 }
 
 }  // namespace
@@ -97,7 +79,7 @@ const std::vector<std::string>& variants() {
 }
 
 const Kernels& kernels(DType dtype) {
-  const Kernels* choice = chosen().load(std::memory_order_relaxed);
+  const Kernels* choice = chosen.load(std::memory_order_relaxed);
   if (choice && computes(*choice, dtype)) return *choice;
   const std::vector<const Kernels*>& found = available();
   size_t last = found.size() - 1;
@@ -108,7 +90,7 @@ const Kernels& kernels(DType dtype) {
 bool use(const std::string& name) {
   const Kernels* choice = name.empty() ? nullptr : by_name(name);
   if (!choice && !name.empty()) return false;
-  chosen().store(choice, std::memory_order_relaxed);
+  chosen.store(choice, std::memory_order_relaxed);
   return true;
 }
 

@@ -11,7 +11,9 @@ namespace seq1f1b::cpu {
 enum class Part : int32_t { all, query, key_value };
 
 // Work is cut into independent tasks, which threads take as ranges [begin, end). Tasks never write to the same memory,
-// and how they are spread over threads changes no bit of the result.
+// and how the tasks of the forward or of one part are spread over threads changes no bit of the result. The parts add
+// in different orders, though, and callers choose between them by the number of threads: the gradients that different
+// numbers of threads compute may differ by rounding.
 struct Kernels {
   const char* name;
   int64_t (*forward_tasks)(const Forward&);

@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "logarithms.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define SEQ1F1B_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -58,7 +60,6 @@ using Doubles = Vector<double>;
 template <class Real>
 constexpr int lanes = vector_bytes / int(sizeof(Real));
 
-constexpr double log2e = 1.4426950408889634074, ln2 = 0.69314718055994530942;
 template <class Real>
 constexpr Real infinity = std::numeric_limits<Real>::infinity();
 

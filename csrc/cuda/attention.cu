@@ -8,7 +8,6 @@
 namespace seq1f1b::cuda {
 namespace {
 
-constexpr int64_t largest_head = 256;
 // Token numbers, beyond the last by up to a tile, are 32-bit; offsets are not.
 constexpr int64_t most_tokens = INT32_MAX / 2;
 

@@ -21,7 +21,7 @@ BackwardArguments backward_arguments(const Backward& p, const float* delta) {
   };
   return {p,
           Rule::of(p),
-      Scores::of(p),
+          Scores::of(p),
           delta,
           0,
           starts(p.gradient, p.rows, p.heads, p.queries, sizeof(T)),

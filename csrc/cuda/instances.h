@@ -1,4 +1,4 @@
-// The kernels that are compiled, each in a file of its own so that several compile at once.
+// The kernels that are compiled, spread over files so that several compile at once.
 #pragma once
 #include "../attention.h"
 #include "numbers.h"

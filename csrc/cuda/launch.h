@@ -4,9 +4,15 @@
 
 #include "../attention.h"
 
+namespace seq1f1b::cuda {
+
+constexpr int64_t largest_head = 256;  // entries
+
+}  // namespace seq1f1b::cuda
+
 extern "C" {
 
-// bfloat16 and float16, heads up to 256 entries.
+// bfloat16 and float16, heads of up to `largest_head` entries.
 int seq1f1b_cuda_forward(const seq1f1b::Forward* problem, void* stream);
 
 // `delta`: float scratch, [rows, heads, queries].

@@ -1,5 +1,6 @@
 // The sizes of blocks and tiles for heads of up to 64, 128 and 256 entries. Registers bound them, and shared memory:
-// with 99 KB at most, what sm_86 and sm_89 have, they run on every GPU from sm_80 on, and two blocks share an sm_80.
+// with 99 KiB at most, what sm_86 and sm_89 have, they run on every GPU from sm_80 on. On an sm_80 two blocks share a
+// multiprocessor, but for heads of more than 128 entries.
 #pragma once
 
 namespace seq1f1b::cuda {

@@ -9,10 +9,12 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import lightning_seq1f1b
 from lightning_seq1f1b import __version__
 from lightning_seq1f1b.ops import flash, kernels, native
 
@@ -31,9 +33,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     arguments = parser.parse_args(argv)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing is said below
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
         findings = examine()
+    # That the kernels are missing is among the findings; an ignored setting is not.
+    built = findings["extension"]["available"]
+    findings["warnings"] = [str(warning.message) for warning in said] if built else []
     print(json.dumps(findings, indent=2) if arguments.json else "\n".join(_lines(findings)))
     return 0
 
@@ -42,6 +47,7 @@ def examine() -> dict[str, Any]:
     """All findings, as what JSON can hold."""
     built = native.reason() is None
     return {
+        "folder": str(Path(lightning_seq1f1b.__file__).parent),
         "versions": {
             "lightning-seq1f1b": __version__,
             "python": platform.python_version(),
@@ -81,7 +87,7 @@ def _choices() -> Iterator[dict[str, Any]]:
         if device_type == "cuda" and not torch.cuda.is_available():
             continue
         for dtype in dtypes:
-            candidates = kernels.explain(device_type, dtype)
+            candidates = kernels.explain(torch.device(device_type), dtype)
             chosen = next((name for name, lacks in candidates if lacks is None), kernels.PLAIN.name)
             own = chosen == kernels.NATIVE.name
             yield {
@@ -95,6 +101,7 @@ def _choices() -> Iterator[dict[str, Any]]:
 
 def _lines(findings: dict[str, Any]) -> Iterator[str]:
     yield from (
+        f"package in {findings['folder']}",
         "versions",
         *(f"  {name} {version or 'not installed'}" for name, version in findings["versions"].items()),
     )
@@ -117,13 +124,14 @@ def _lines(findings: dict[str, Any]) -> Iterator[str]:
         variant = f", {choice['variant']}" if choice["variant"] else ""
         yield f"  {choice['device']} {choice['dtype']}: {choice['kernel']}{variant}"
         yield from (f"    not {name}: {lacks}" for name, lacks in choice["passed_over"].items())
+    yield from (f"warning: {warning}" for warning in findings["warnings"])
 
 
 def _extension_lines(extension: dict[str, Any]) -> Iterator[str]:
     yield "native kernels"
     build = extension["build"]
     if build is None:
-        yield f"  missing: {extension['reason']}"
+        yield f"  not used: {extension['reason']}"
         yield from (f"    {line}" for line in (extension["details"] or "").splitlines())
         return
     cuda = build["cuda"]

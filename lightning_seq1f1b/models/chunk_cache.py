@@ -69,8 +69,8 @@ class ChunkedState:
 class ChunkCache(Cache):
     """The cache as the model sees it while it runs one chunk.
 
-    Bound to the chunk's place, not to how often it was called: running the chunk again, as activation recomputation
-    does, gives the same answers.
+    Bound to the chunk's place, not to how often it was called: when activation recomputation runs the chunk again in
+    its backward, it gives the same answers.
     """
 
     def __init__(self, state: ChunkedState, index: int, span: Span) -> None:

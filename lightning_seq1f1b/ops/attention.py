@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_seq1f1b.ops.attend import Accumulators, attend
+from lightning_seq1f1b.ops.kernel_attention import Accumulators, kernel_attention
 from lightning_seq1f1b.ops.kernels import PLAIN, Call, choose, fast_kernels
 from lightning_seq1f1b.ops.masked import masked_attention
 from lightning_seq1f1b.ops.notice import say_once
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.ops.reference import reference_attention
-from lightning_seq1f1b.ops.scores import Scores
 from lightning_seq1f1b.ops.visibility import Visibility
 
 
@@ -61,16 +61,16 @@ def chunk_attention(
         scale = query.shape[-1] ** -0.5
     call = None
     if visible is not None and mask is None and bias is None and dropout == 0.0:
-        scores = Scores(scale, softcap, visible)
-        call = Call(query.device.type, query.dtype, query.shape[3], value.shape[3], key.shape[2], scores)
+        options = Options(scale, softcap, visible)
+        call = Call(query.device, query.dtype, query.shape[3], value.shape[3], key.shape[2], options)
         kernel = choose(call)
         if kernel is not None:
-            return attend(query, key, value, sinks, kernel, scores, accumulators)
+            return kernel_attention(query, key, value, sinks, kernel, options, accumulators)
     _say_why(call, query.device.type)
     if softcap is None and sinks is None:
         return masked_attention(query, key, value, scale=scale, visible=visible, mask=mask, bias=bias, dropout=dropout)
     if call is not None:
-        return attend(query, key, value, sinks, PLAIN, call.scores, accumulators)
+        return kernel_attention(query, key, value, sinks, PLAIN, call.options, accumulators)
     return reference_attention(
         query,
         key,
@@ -114,7 +114,7 @@ def _check(
         raise ValueError(f"query, key and value must not be empty: {shapes}")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} heads are no multiple of {key.shape[1]} KV heads: {shapes}")
-    if key.shape[2] < query.shape[2]:
+    if visible is not None and key.shape[2] < query.shape[2]:
         raise ValueError(f"fewer keys than queries, though the chunk's own keys are among them: {shapes}")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
@@ -124,10 +124,18 @@ def _check(
         raise ValueError(f"query, key and value lie on different devices: {query.device}, {key.device}, {value.device}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is positive, or None for no cap, not {softcap}")
-    if sinks is not None and sinks.shape != query.shape[1:2]:
-        raise ValueError(f"sinks are one number a head, [{query.shape[1]}], not {list(sinks.shape)}")
+    if sinks is not None:
+        _check_sinks(sinks, query)
     if visible is not None:
         _check_visible(visible, query, key)
+
+
+def _check_sinks(sinks: Tensor, query: Tensor) -> None:
+    if sinks.shape != query.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != query.device:
+        raise ValueError(
+            f"sinks are one floating number a head, [{query.shape[1]}] on {query.device}, "
+            f"not {list(sinks.shape)} {sinks.dtype} on {sinks.device}"
+        )
 
 
 def _check_visible(visible: Visibility, query: Tensor, key: Tensor) -> None:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_seq1f1b.ops import flash, library, merged, native, plain
-from lightning_seq1f1b.ops.scores import Scores
+from lightning_seq1f1b.ops.arguments import FLOATING
+from lightning_seq1f1b.ops.attended import Attended
+from lightning_seq1f1b.ops.options import Options
 
-FLOATING = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+HALVES = frozenset({torch.bfloat16, torch.float16})
+LARGEST_CUDA_HEAD = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,20 +22,20 @@ class Call:
     """What an attention asks for.
 
     Attributes:
-        device_type: "cpu", "cuda", ...
-        dtype: of query, key and value.
+        device: where query, key and value lie.
+        dtype: theirs.
         size: entries of a query's and a key's head.
         value_size: entries of a value's head.
         keys: how many.
-        scores: options.
+        options: the rest.
     """
 
-    device_type: str
+    device: torch.device
     dtype: torch.dtype
     size: int
     value_size: int
     keys: int
-    scores: Scores
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,20 @@ class Kernel:
 
     Attributes:
         name: for people.
-        forward: (query, key, value, scores) -> (output, lse).
-        backward: (gradient, query, key, value, output, lse, key_gradient, value_gradient, scores) -> query gradient.
+        forward: (query, key, value, options) -> (output, lse).
+        backward: (gradient, attended, key_gradient, value_gradient, options) -> query gradient.
         lacks: what a call asks for that it has not; None when it can compute the call.
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
-    backward: Callable[..., Tensor]
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Attended, Tensor, Tensor, Options], Tensor]
     lacks: Callable[[Call], str | None]
 
 
 def choose(call: Call) -> Kernel | None:
-    """The fastest kernel for a call; None where only plain steps of torch can compute it."""
-    return next((kernel for kernel in fast_kernels(call.device_type) if kernel.lacks(call) is None), None)
+    """The fastest kernel for a call; None where only torch's attention with a mask or plain steps can compute it."""
+    return next((kernel for kernel in fast_kernels(call.device.type) if kernel.lacks(call) is None), None)
 
 
 def fast_kernels(device_type: str) -> tuple[Kernel, ...]:
@@ -62,52 +65,73 @@ def fast_kernels(device_type: str) -> tuple[Kernel, ...]:
     return {"cpu": (NATIVE, MERGED), "cuda": (FLASH_ATTN_3, FLASH_ATTN_2, TORCH_FLASH, NATIVE)}.get(device_type, ())
 
 
-def explain(device_type: str, dtype: torch.dtype) -> list[tuple[str, str | None]]:
+def explain(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str | None]]:
     """The kernels for causal attention with heads of 64, fastest first, each with what it lacks; None for nothing."""
-    call = Call(device_type, dtype, 64, 64, 1, Scores(1.0))
-    return [(kernel.name, kernel.lacks(call)) for kernel in fast_kernels(device_type)]
+    call = Call(device, dtype, 64, 64, 1, Options(1.0))
+    return [(kernel.name, kernel.lacks(call)) for kernel in fast_kernels(device.type)]
 
 
-def _native_forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    output, lse = library.attend(query, key, value, *library.options(scores))
+def _native_forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    output, lse = library.attend(query, key, value, *library.arguments(options))
     return output, lse
 
 
-def _native_backward(*arguments: Tensor | Scores) -> Tensor:
-    *tensors, scores = arguments
-    assert isinstance(scores, Scores)
-    gradient: Tensor = library.attend_backward(*tensors, *library.options(scores))
-    return gradient
+def _native_backward(
+    gradient: Tensor, attended: Attended, key_gradient: Tensor, value_gradient: Tensor, options: Options
+) -> Tensor:
+    query_gradient: Tensor = library.attend_backward(
+        gradient, *attended, key_gradient, value_gradient, *library.arguments(options)
+    )
+    return query_gradient
 
 
 def _native_lacks(call: Call) -> str | None:
     if not native.available():
         return native.reason()
-    if call.device_type == "cpu":
+    if call.device.type == "cpu":
         return None if call.dtype in FLOATING else f"no {call.dtype}"
-    if native.build_info().cuda is None:
+    build = native.build_info().cuda
+    if build is None:
         return "the extension was built without CUDA"
+    if not _runs(build.architectures, _capability(call.device)):
+        return f"the extension was built for sm_{', sm_'.join(build.architectures)}"
     return _cuda_lacks(call)
+
+
+def _runs(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Code for an architecture runs on later ones of its generation; that of the newest is in there as PTX too.
+
+    With a letter behind its number it runs on just that architecture.
+    """
+    number = 10 * capability[0] + capability[1]
+    if any(architecture.rstrip("af") == str(number) for architecture in architectures):
+        return True
+    portable = [int(architecture) for architecture in architectures if architecture.isdigit()]
+    same = any(built // 10 == capability[0] and built <= number for built in portable)
+    return same or (architectures[-1].isdigit() and number >= int(architectures[-1]))
 
 
 def _merged_lacks(call: Call) -> str | None:
     if call.dtype not in FLOATING:
         return f"no {call.dtype}"
-    if not call.scores.visible.plain(call.keys):
+    if not call.options.visible.plain(call.keys):
         return "no window, documents or padding"
-    if call.scores.softcap is not None:
+    if call.options.softcap is not None:
         return "no soft-cap"
     return None if call.size == call.value_size else "no values of another head size than keys"
 
 
 def _cuda_lacks(call: Call) -> str | None:
-    if call.dtype not in flash.DTYPES:
+    if _capability(call.device) < (8, 0):
+        return "compute capability 8 at least"
+    if call.dtype not in HALVES:
         return f"bfloat16 and float16 only, not {call.dtype}"
-    return None if max(call.size, call.value_size) <= flash.MAX_SIZE else f"heads of up to {flash.MAX_SIZE} only"
+    fits = max(call.size, call.value_size) <= LARGEST_CUDA_HEAD
+    return None if fits else f"heads of up to {LARGEST_CUDA_HEAD} entries only"
 
 
 def _flash_lacks(call: Call) -> str | None:
-    if call.scores.visible.first_key is not None or call.scores.visible.key_mask is not None:
+    if call.options.visible.first_key is not None or call.options.visible.key_mask is not None:
         return "no documents or padding"
     if call.size != call.value_size or call.size % 8:
         return "heads of a multiple of 8 entries only, the same for keys and values"
@@ -115,22 +139,26 @@ def _flash_lacks(call: Call) -> str | None:
 
 
 def _flash_attn_2_lacks(call: Call) -> str | None:
-    return "flash-attn 2 is not installed" if flash.flash_attn_2() is None else _flash_lacks(call)
+    return "no flash-attn 2.7 or later" if flash.flash_attn_2() is None else _flash_lacks(call)
 
 
 def _flash_attn_3_lacks(call: Call) -> str | None:
     if flash.flash_attn_3() is None:
-        return "flash-attn 3 is not installed"
+        return "no flash-attn 3"
     # Its kernels are for Hopper; elsewhere it may not even have been built with what it would need.
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "flash-attn 3 runs on compute capability 9 only"
+    if _capability(call.device)[0] != 9:
+        return "compute capability 9 only"
     return _flash_lacks(call)
 
 
 def _torch_flash_lacks(call: Call) -> str | None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
-        return "compute capability 8 at least"
-    return "no soft-cap" if call.scores.softcap is not None else _flash_lacks(call)
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without it"
+    return "no soft-cap" if call.options.softcap is not None else _flash_lacks(call)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 NATIVE = Kernel("lightning_seq1f1b", _native_forward, _native_backward, _native_lacks)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_seq1f1b.ops.scores import Scores
+from lightning_seq1f1b.ops.attended import Attended
+from lightning_seq1f1b.ops.options import Options
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of plain causal attention; as `ops.library` describes them.
 
     The prefix's key-value heads are not expanded.
@@ -33,11 +34,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[
         _expand(value[:, :, prefix:], groups),
         0.0,
         True,
-        scale=scores.scale,
+        scale=options.scale,
     )
     if prefix > 0:
         before, before_lse = _flash(
-            _fold(query, groups), key[:, :, :prefix], value[:, :, :prefix], 0.0, False, scale=scores.scale
+            _fold(query, groups), key[:, :, :prefix], value[:, :, :prefix], 0.0, False, scale=options.scale
         )
         before, before_lse = before.reshape(query.shape), before_lse.reshape(rows, heads, tokens)
         weight = torch.sigmoid(lse - before_lse)[..., None]
@@ -47,17 +48,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[
 
 
 def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    key_gradient: Tensor,
-    value_gradient: Tensor,
-    scores: Scores,
+    gradient: Tensor, attended: Attended, key_gradient: Tensor, value_gradient: Tensor, options: Options
 ) -> Tensor:
     """The query's gradient; adds to those of key and value. As `ops.library` describes it."""
+    query, key, value, output, lse = attended
     rows, kv_heads, keys, _ = key.shape
     tokens, groups = query.shape[2], query.shape[1] // kv_heads
     prefix = keys - tokens
@@ -70,7 +64,7 @@ def backward(
         lse,
         0.0,
         True,
-        scale=scores.scale,
+        scale=options.scale,
     )
     key_gradient[:, :, prefix:] += _contract(own_key, groups)
     value_gradient[:, :, prefix:] += _contract(own_value, groups)
@@ -85,7 +79,7 @@ def backward(
         lse.reshape(rows, kv_heads, groups * tokens),
         0.0,
         False,
-        scale=scores.scale,
+        scale=options.scale,
     )
     key_gradient[:, :, :prefix] += before_key
     value_gradient[:, :, :prefix] += before_value

@@ -150,7 +150,10 @@ def _load_once() -> _Extension:
 
 
 def _load() -> _Extension:
-    if os.environ.get(SWITCH, "").strip().lower() == "off":
+    switch = os.environ.get(SWITCH, "").strip().lower()
+    if switch not in ("", "auto", "on", "off"):
+        raise ValueError(f"the environment variable {SWITCH} is auto, on or off, not {switch!r}")
+    if switch == "off":
         return _Extension(None, f"switched off by {SWITCH}=off")
     try:
         module = importlib.import_module(MODULE)
@@ -174,15 +177,15 @@ def _choose_variant(module: Any) -> str | None:
 
 def _missing(reason: str) -> str:
     return (
-        f"lightning-seq1f1b runs without its native kernels, by slower steps of torch: {reason}. Install it again "
-        f"where a C++ compiler and torch are installed, and they are built; `lightning-seq1f1b doctor` tells more, and "
-        f"{SWITCH}=off silences this warning."
+        f"lightning-seq1f1b runs without its native kernels, by slower steps of torch: {reason}. Where torch and a C++ "
+        f"compiler are installed, they are built by installing it again with pip's --force-reinstall --no-deps "
+        f"--no-cache-dir; `lightning-seq1f1b doctor` tells more, and {SWITCH}=off silences this warning."
     )
 
 
 def _left_behind() -> dict[str, str]:
     try:
         content: dict[str, str] = json.loads(_REASON_FILE.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):  # absent, or not what an installation writes
         return {}
     return content

@@ -24,7 +24,7 @@ class Visibility:
     window: int | None = None
     first_key: Tensor | None = None
     key_mask: Tensor | None = None
-    _dense: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _dense: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def plain(self, keys: int) -> bool:
         """Whether a query sees every key up to its own position."""

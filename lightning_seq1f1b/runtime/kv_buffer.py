@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_seq1f1b.ops import library
+from lightning_seq1f1b.ops.layout import unit_stride
+from lightning_seq1f1b.ops.once import refuse_second_derivatives
 
 
 class KVBuffer:
@@ -32,6 +34,8 @@ class KVBuffer:
         self._filled = 0
         self._awaited = 0  # where the next chunk to run its backward ends
         self._closed = False
+        self._wanting = False  # whether its chunks want gradients
+        self._adding: int | None = None  # the backward in which attention has added to the accumulators
 
     def append(self, start: int, lowest: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Write a chunk at `start` and return everything from token `lowest` to the chunk's end, without a copy.
@@ -45,7 +49,8 @@ class KVBuffer:
         Args:
             start: first token of the chunk.
             lowest: first token to return; above 0 for layers with a sliding window.
-            tensors: what to write, each [..., tokens, size]; usually keys, values.
+            tensors: what to write, [rows, tokens, size] or [rows, heads, tokens, size], as many as in earlier chunks;
+                usually keys, values.
 
         Raises:
             ValueError: a chunk that was appended before or whose turn has not come, that does not fit into the row,
@@ -54,8 +59,11 @@ class KVBuffer:
         """
         if self._closed:
             raise RuntimeError("this KV buffer was freed, which happens after the backward of chunk 0")
-        stop = start + tensors[0].shape[-2]
-        if not 0 <= lowest <= start or stop > self.length:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        if not shapes or any(len(shape) not in (3, 4) or shape[-2] != shapes[0][-2] for shape in shapes):
+            raise ValueError(f"a chunk is [..., tokens, size] of three or four axes and equal tokens, not {shapes}")
+        stop = start + shapes[0][-2]
+        if not 0 <= lowest <= start < stop <= self.length:
             raise ValueError(
                 f"a chunk of tokens [{start}, {stop}), read from token {lowest}, does not fit a row of {self.length}"
             )
@@ -65,8 +73,8 @@ class KVBuffer:
                 f"chunks are appended once and in order: expected one that starts at token {self._filled}, "
                 f"not one of tokens [{start}, {stop})"
             )
-        for slot, tensor in enumerate(tensors):
-            self._check(slot, tensor, stop - start)
+        if not recomputed:
+            self._check(tensors, stop - start)
         place = Place(self, start, lowest, stop)
         return _Append.apply(place, not recomputed, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -80,16 +88,23 @@ class KVBuffer:
         """Bytes held now, buffers and accumulators."""
         return sum(tensor.nbytes for table in (self._values, self._gradients) for tensor in table.values())
 
-    def _check(self, slot: int, tensor: Tensor, tokens: int) -> None:
-        if slot not in self._values:
+    def _check(self, tensors: tuple[Tensor, ...], tokens: int) -> None:
+        wanting = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if self._filled == 0:
+            self._wanting = wanting
             return
-        values = self._values[slot]
-        wanted = [*values.shape[:-2], tokens, values.shape[-1]]
-        if list(tensor.shape) != wanted or tensor.dtype != values.dtype or tensor.device != values.device:
-            raise ValueError(
-                f"earlier chunks call for {wanted} {values.dtype} on {values.device}, "
-                f"not {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
+        if len(tensors) != len(self._values):
+            raise ValueError(f"earlier chunks call for {len(self._values)} tensors, not {len(tensors)}")
+        for values, tensor in zip(self._values.values(), tensors, strict=True):
+            wanted = [*values.shape[:-2], tokens, values.shape[-1]]
+            if list(tensor.shape) != wanted or tensor.dtype != values.dtype or tensor.device != values.device:
+                raise ValueError(
+                    f"earlier chunks call for {wanted} {values.dtype} on {values.device}, "
+                    f"not {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                )
+        if wanting != self._wanting:
+            earlier, this = ("do", "does not") if self._wanting else ("do not", "does")
+            raise ValueError(f"all chunks want gradients or none does: earlier ones {earlier}, this one {this}")
 
     def _write(self, slot: int, start: int, tensor: Tensor) -> None:
         if slot not in self._values:
@@ -98,8 +113,7 @@ class KVBuffer:
             # Outside inference mode, so that a buffer never becomes an inference tensor that autograd refuses to save.
             with torch.inference_mode(False):
                 self._values[slot] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        values = self._values[slot]
-        library.append(_four(values), _four(tensor), start)
+        library.append(_four(self._values[slot]), _four(unit_stride(tensor)), start)
 
     def _accumulator(self, slot: int) -> Tensor:
         if slot not in self._gradients:
@@ -108,7 +122,7 @@ class KVBuffer:
             self._gradients[slot] = torch.zeros(values.shape, dtype=dtype, device=values.device)
         return self._gradients[slot]
 
-    def _start_backward(self, start: int, stop: int) -> None:
+    def _check_turn(self, start: int, stop: int) -> None:
         if self._closed:
             raise RuntimeError(
                 f"the backward of the chunk of tokens [{start}, {stop}) came after its KV buffer was freed"
@@ -118,7 +132,15 @@ class KVBuffer:
                 "chunks run their backwards once and last chunk first: expected the one that ends at token "
                 f"{self._awaited}, not that of tokens [{start}, {stop})"
             )
-        self._awaited = start
+
+    def _check_nothing_left(self) -> None:
+        this = torch._C._current_graph_task_id()
+        if self._adding not in (None, this):
+            raise RuntimeError(
+                "an earlier backward ran attention but stopped before the keys and values it attends to, as "
+                "torch.autograd.grad of the query's weights does; what it added to their gradients cannot be taken back"
+            )
+        self._adding = this
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +156,13 @@ class Place:
     stop: int
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Accumulators of the tokens [lowest, stop), of keys and of values; float32 at least, to be added to."""
+        """Accumulators of the tokens [lowest, stop), of keys and of values; float32 at least, to be added to.
+
+        Raises:
+            RuntimeError: it is not this chunk's turn to run its backward, or the buffer was freed.
+        """
+        self.buffer._check_turn(self.start, self.stop)
+        self.buffer._check_nothing_left()
         key, value = (
             self.buffer._accumulator(slot).narrow(-2, self.lowest, self.stop - self.lowest) for slot in (0, 1)
         )
@@ -172,7 +200,9 @@ class _Append(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         place = ctx.place
         buffer, before, tokens = place.buffer, place.start - place.lowest, place.stop - place.start
-        buffer._start_backward(place.start, place.stop)
+        refuse_second_derivatives("a KV buffer")
+        buffer._check_turn(place.start, place.stop)
+        buffer._awaited, buffer._adding = place.start, None
         own: list[Tensor | None] = []
         for slot, gradient in enumerate(gradients):
             if gradient is not None and before > 0:

@@ -13,7 +13,7 @@ import torch
 import lightning_seq1f1b
 from lightning_seq1f1b.cli import doctor
 from lightning_seq1f1b.cli.main import main
-from lightning_seq1f1b.ops import kernels, native
+from lightning_seq1f1b.ops import kernels, native, notice
 
 ROOT = Path(__file__).parents[2]
 CPU_DTYPES = ["float32", "float64", "bfloat16", "float16"]
@@ -82,7 +82,7 @@ def test_without_the_extension(capsys, missing):
         assert choice["passed_over"][kernels.NATIVE.name] == "c++ ended with status 1"
         assert choice["variant"] is None
     said = words(capsys)
-    assert "missing: c++ ended with status 1" in said
+    assert "not used: c++ ended with status 1" in said
     assert "    file.cpp: error" in said
 
 
@@ -120,6 +120,13 @@ def test_a_library_that_is_not_installed(capsys, missing, monkeypatch):
     monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "no-such-library"))
     assert findings(capsys)["versions"]["no-such-library"] is None
     assert "no-such-library not installed" in words(capsys)
+
+
+def test_a_setting_that_is_ignored_is_said(capsys, built, monkeypatch):
+    extension = native._Extension(Extension(), warning="LIGHTNING_SEQ1F1B_CPU is ignored")
+    monkeypatch.setattr(native, "_extension", extension)
+    notice.say_once.cache_clear()
+    assert "warning: LIGHTNING_SEQ1F1B_CPU is ignored" in words(capsys)
 
 
 def test_the_libraries_are_not_imported():

@@ -2,7 +2,8 @@
 
     python tests/gpu/check_attention.py --json build/gpu/attention.json
 
-1. Every kernel that is there against the slow twin in float64, with every option it has: output and gradients.
+1. Every kernel that is there against the slow twin in float64, with every option it has, and in chunks through the KV
+   buffer: output and gradients.
 2. torch's opcheck of the package's ops on CUDA tensors, and a read of a stream other than the default one.
 3. Chunked attention against torch's flash attention on the whole sequence: time and peak memory, forward and backward.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seq1f1b.ops import library, native
-from lightning_seq1f1b.ops.attend import attend
+from lightning_seq1f1b.ops.kernel_attention import kernel_attention
 from lightning_seq1f1b.ops.kernels import NATIVE, Call, Kernel, fast_kernels
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.ops.reference import reference_attention
-from lightning_seq1f1b.ops.scores import Scores
 from lightning_seq1f1b.ops.visibility import Visibility
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 from lightning_seq1f1b.schedule.partition import even
+from lightning_seq1f1b.schedule.spans import spans
 
+CUDA = torch.device("cuda")
 OPTIONS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda rows, queries, keys: {},
+    "sinks": lambda rows, queries, keys: {},
     "window": lambda rows, queries, keys: {"visible": Visibility(window=37)},
     "softcap": lambda rows, queries, keys: {"softcap": 2.0},
     "documents": lambda rows, queries, keys: {
@@ -44,13 +48,14 @@ OPTIONS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
         "visible": Visibility(key_mask=torch.arange(keys, device="cuda").expand(rows, -1) >= 20)
     },
 }
-SHAPES = [  # rows, heads, KV heads, queries, keys, size
-    (1, 1, 1, 1, 1, 64),
-    (2, 4, 2, 65, 65, 64),
-    (1, 8, 1, 128, 515, 128),
-    (2, 6, 3, 200, 300, 80),
-    (1, 4, 4, 96, 1000, 256),
-    (1, 2, 1, 50, 77, 40),
+SHAPES = [  # rows, heads, KV heads, queries, keys, size, value size
+    (1, 1, 1, 1, 1, 64, 64),
+    (2, 4, 2, 65, 65, 64, 64),
+    (1, 8, 1, 128, 515, 128, 128),
+    (2, 6, 3, 200, 300, 80, 80),
+    (1, 4, 4, 96, 1000, 256, 256),
+    (1, 2, 1, 50, 77, 40, 40),
+    (1, 4, 2, 70, 190, 192, 128),
 ]
 
 
@@ -62,30 +67,66 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def errors(kernel: Kernel, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """The largest error of every case, in units of the dtype's rounding times the largest entry."""
-    for rows, heads, kv_heads, queries, keys, size in SHAPES:
+    for rows, heads, kv_heads, queries, keys, size, value_size in SHAPES:
         for name, make in OPTIONS.items():
-            options = make(rows, queries, keys)
-            scores = Scores(size**-0.5, **options)
-            if kernel.lacks(Call("cuda", dtype, size, size, keys, scores)) is not None:
+            given = make(rows, queries, keys)
+            options = Options(size**-0.5, **given)
+            if kernel.lacks(Call(CUDA, dtype, size, value_size, keys, options)) is not None:
                 continue
-            given = [draw(rows, heads, queries, size, dtype=dtype)]
-            given += [draw(rows, kv_heads, keys, size, dtype=dtype) for _ in range(2)]
-            gradient = draw(rows, heads, queries, size, dtype=dtype)
-            leaves = [tensor.detach().requires_grad_() for tensor in given]
-            output = attend(*leaves, None, kernel, scores, None)
+            sinks = torch.linspace(-1, 2, heads, device="cuda") if name == "sinks" else None
+            tensors = [draw(rows, heads, queries, size, dtype=dtype), draw(rows, kv_heads, keys, size, dtype=dtype)]
+            tensors.append(draw(rows, kv_heads, keys, value_size, dtype=dtype))
+            gradient = draw(rows, heads, queries, value_size, dtype=dtype)
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            output = kernel_attention(*leaves, sinks, kernel, options, None)
             got = [output, *torch.autograd.grad(output, leaves, gradient)]
-            exact = [tensor.double().requires_grad_() for tensor in given]
-            truth = reference_attention(*exact, scale=scores.scale, **options)
+            exact = [tensor.double().requires_grad_() for tensor in tensors]
+            truth = reference_attention(*exact, scale=options.scale, sinks=sinks, **given)
             wanted = [truth, *torch.autograd.grad(truth, exact, gradient.double())]
-            pairs = list(zip(got, wanted, strict=True))
-            worst = max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
             yield {
                 "kernel": kernel.name,
                 "dtype": str(dtype),
-                "shape": [rows, heads, kv_heads, queries, keys, size],
+                "shape": [rows, heads, kv_heads, queries, keys, size, value_size],
                 "option": name,
-                "roundings": worst / torch.finfo(dtype).eps,
+                "roundings": worst(got, wanted, dtype),
             }
+
+
+def worst(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """The largest error of several tensors, in units of the dtype's rounding times the largest entry of each."""
+    pairs = zip(got, wanted, strict=True)
+    error = max(float((a.detach().double() - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
+    return error / torch.finfo(dtype).eps
+
+
+def chunk_errors(kernel: Kernel, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """The same for whole sequences in uneven chunks, through the KV buffer and its accumulators."""
+    length, heads, kv_heads, size = 515, 8, 2, 64
+    tensors = [draw(2, heads, length, size, dtype=dtype), *(draw(2, kv_heads, length, size, dtype=dtype) for _ in "kv")]
+    gradient = draw(2, heads, length, size, dtype=dtype)
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    truth = reference_attention(*exact, scale=size**-0.5)
+    wanted = [truth, *torch.autograd.grad(truth, exact, gradient.double())]
+    for lengths in ((515,), (200, 1, 314), (100, 100, 100, 100, 115)):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        outputs = run_chunks(kernel, leaves, gradient, [slice(s.start, s.stop) for s in spans(lengths)])
+        got = [torch.cat(outputs, 2), *(leaf.grad for leaf in leaves)]
+        found = worst(got, wanted, dtype)
+        yield {"kernel": kernel.name, "dtype": str(dtype), "chunks": list(lengths), "roundings": found}
+
+
+def run_chunks(kernel: Kernel, leaves: Sequence[Tensor], gradient: Tensor, parts: Sequence[slice]) -> list[Tensor]:
+    """Forward of all chunks and backward of all, last first; returns the outputs."""
+    query, key, value = leaves
+    buffer, outputs = KVBuffer(query.shape[2]), []
+    for part in parts:
+        keys, values = buffer.append(part.start, 0, key[:, :, part], value[:, :, part])
+        options = Options(query.shape[3] ** -0.5)
+        own = query[:, :, part]
+        outputs.append(kernel_attention(own, keys, values, None, kernel, options, appended(keys, values)))
+    for output, part in zip(reversed(outputs), reversed(parts), strict=True):
+        output.backward(gradient[:, :, part])
+    return outputs
 
 
 def opchecks() -> None:
@@ -133,25 +174,17 @@ def speed(kernel: Kernel | None, length: int, chunks: int, heads: int, kv_heads:
     """Forward and backward of a sequence in chunks by a kernel; None: the whole sequence by torch."""
     query, gradient = (draw(1, heads, length, size, dtype=torch.bfloat16) for _ in range(2))
     key, value = (draw(1, kv_heads, length, size, dtype=torch.bfloat16) for _ in range(2))
-    spans = [slice(span.start, span.stop) for span in even(length, chunks)]
+    parts = [slice(span.start, span.stop) for span in even(length, chunks)]
 
-    def whole() -> None:
+    def run() -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-        output.backward(gradient)
-
-    def chunked() -> None:
-        assert kernel is not None
-        buffer, outputs = KVBuffer(length), []
-        for span in spans:
-            own = [tensor[:, :, span].detach().requires_grad_() for tensor in (query, key, value)]
-            keys, values = buffer.append(span.start, 0, own[1], own[2])
-            outputs.append(attend(own[0], keys, values, None, kernel, Scores(size**-0.5), appended(keys, values)))
-        for span in reversed(spans):
-            outputs.pop().backward(gradient[:, :, span])
+        if kernel is not None:
+            run_chunks(kernel, leaves, gradient, parts)
+        else:
+            F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True).backward(gradient)
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        milliseconds, peak = timed(whole if kernel is None else chunked, repeats=5)
+        milliseconds, peak = timed(run, repeats=5)
     return {"kernel": "whole" if kernel is None else kernel.name, "chunks": chunks, "ms": milliseconds, "peak": peak}
 
 
@@ -169,11 +202,18 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is visible to torch")
     torch.manual_seed(0)
-    plain = Call("cuda", torch.bfloat16, args.size, args.size, 1, Scores(1.0))
+    plain = Call(CUDA, torch.bfloat16, args.size, args.size, 1, Options(1.0))
     present = [kernel for kernel in fast_kernels("cuda") if kernel.lacks(plain) is None]
     for kernel in fast_kernels("cuda"):
         print(f"{kernel.name}: {kernel.lacks(plain) or 'present'}")
-    cases = [case for kernel in present for dtype in (torch.bfloat16, torch.float16) for case in errors(kernel, dtype)]
+    if not present:
+        sys.exit("no kernel for CUDA is there")
+    cases = [
+        case
+        for kernel in present
+        for dtype in (torch.bfloat16, torch.float16)
+        for case in (*errors(kernel, dtype), *chunk_errors(kernel, dtype))
+    ]
     wrong = [case for case in cases if not case["roundings"] <= args.limit]
     print(f"{len(cases)} cases, {len(wrong)} wrong; worst {max(case['roundings'] for case in cases):.1f} roundings")
     for case in wrong:

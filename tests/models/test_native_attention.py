@@ -13,8 +13,9 @@ from support.tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 
 from lightning_seq1f1b.ops import attention, kernels, native
+from lightning_seq1f1b.ops.attended import Attended
 from lightning_seq1f1b.ops.kernels import MERGED, NATIVE, Kernel
-from lightning_seq1f1b.ops.scores import Scores
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "gpt_oss")
@@ -37,9 +38,9 @@ def test_a_step_equals_that_of_plain_torch(
     batch["attention_mask"][0, :9] = 0
     calls = []
 
-    def counted(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def counted(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         calls.append(key)
-        return NATIVE.forward(query, key, value, scores)
+        return NATIVE.forward(query, key, value, options)
 
     with float64_throughout() if dtype == torch.float64 else nullcontext():
         use(monkeypatch, replace(NATIVE, forward=counted))
@@ -67,13 +68,13 @@ def test_the_kernels_work_on_the_buffers_themselves(monkeypatch: pytest.MonkeyPa
         accumulators.update(storages(found))
         return found
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         read.update(storages(key, value))
-        return NATIVE.forward(query, key, value, scores)
+        return NATIVE.forward(query, key, value, options)
 
-    def backward(*arguments: Tensor | Scores) -> Tensor:
-        added_to.update(storages(*arguments[6:8]))
-        return NATIVE.backward(*arguments)
+    def backward(gradient: Tensor, attended: Attended, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        added_to.update(storages(key, value))
+        return NATIVE.backward(gradient, attended, key, value, options)
 
     monkeypatch.setattr(KVBuffer, "_write", watched_write)
     monkeypatch.setattr(KVBuffer, "_accumulator", watched_accumulator)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.attention_cases import inputs
 from torch import Tensor
 
+from lightning_seq1f1b.ops import native
 from lightning_seq1f1b.ops.attention import chunk_attention
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 from lightning_seq1f1b.schedule.partition import even
@@ -44,6 +45,7 @@ def chunked(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, chunks:
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 def test_errors_are_at_most_those_of_torch(dtype: torch.dtype, kv_heads: int) -> None:
     """Three draws together, so that a tie is decided by the kernels and not by luck."""
+    assert native.available(), native.reason()
     errors: dict[int, list[float]] = {chunks: [0.0] * 4 for chunks in (0, 1, 4, 16)}
     for seed in range(3):
         tensors = [

@@ -44,11 +44,15 @@ BAD: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
     "query of three dimensions": ("query", lambda t: t[0], "query"),
     "key of another dtype": ("key", Tensor.double, "float64|[Dd]ouble"),
     "value of integers": ("value", Tensor.long, "int64|[Ll]ong"),
-    "heads that do not divide": ("query", lambda t: t[:, :3].contiguous(), "3"),
-    "rows that differ": ("key", lambda t: t[:1], "rows|\\[1, 2, 9, 8\\]"),
-    "a size that differs": ("key", lambda t: changed(t, 3, 1), "9"),
-    "keys and values of different length": ("value", lambda t: changed(t, 2, -1), "8"),
-    "fewer keys than queries": ("query", lambda t: changed(t, 2, 5), "10"),
+    "heads that do not divide": ("query", lambda t: t[:, :3].contiguous(), "multiple .* 3 and 2"),
+    "rows that differ": ("key", lambda t: t[:1], r"key must be .*rows 2.* but is .*\[1, 2, 9, 8\]"),
+    "a size that differs": ("key", lambda t: changed(t, 3, 1), r"key must be .*size 8.* but is .*\[2, 2, 9, 9\]"),
+    "keys and values of different length": (
+        "value",
+        lambda t: changed(t, 2, -1),
+        r"value must be .*keys 9.* but is .*\[2, 2, 8, 6\]",
+    ),
+    "fewer keys than queries": ("query", lambda t: changed(t, 2, 5), "holds 9 for 10 queries"),
     "a last stride of two": ("query", lambda t: torch.zeros(2, 4, 5, 16)[..., ::2], "stride"),
     "a negative window": ("window", lambda _: -1, "window"),
     "a negative soft-cap": ("softcap", lambda _: -1.0, "softcap|soft-cap"),
@@ -71,6 +75,25 @@ BAD_BACKWARD: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
 }
 
 
+STRIDES = (
+    "a last stride of two",
+    "first keys with gaps",
+    "a gradient expanded from one number",
+    "accumulators with gaps",
+)
+
+
+@pytest.mark.parametrize("case", sorted((BAD | BAD_BACKWARD).keys() - set(STRIDES)))
+def test_plain_torch_refuses_the_same(case: str) -> None:
+    """But for strides, which do not matter to it."""
+    name, change, _ = (BAD | BAD_BACKWARD)[case]
+    given = arguments() if case in BAD else backward_arguments()
+    given[name] = change(given[name])
+    op = library._attend if case in BAD else library._attend_backward
+    with pytest.raises(ValueError, match="must"):
+        op(*given.values())
+
+
 @pytest.mark.parametrize(("name", "change", "message"), BAD.values(), ids=BAD)
 def test_the_forward_refuses(name: str, change: Callable[[Any], Any], message: str) -> None:
     assert native.available(), native.reason()
@@ -91,10 +114,10 @@ def test_the_backward_refuses(name: str, change: Callable[[Any], Any], message: 
 @pytest.mark.parametrize(
     ("buffer", "chunk", "start", "message"),
     [
-        ((1, 2, 9, 4), (1, 2, 4, 4), 6, "9"),
-        ((1, 2, 9, 4), (1, 2, 4, 4), -1, "-1"),
-        ((1, 2, 9, 4), (1, 3, 4, 4), 0, "3"),
-        ((1, 2, 9, 4), (1, 2, 4, 5), 0, "5"),
+        ((1, 2, 9, 4), (1, 2, 4, 4), 6, "4 tokens put at 6 does not fit into a buffer of 9"),
+        ((1, 2, 9, 4), (1, 2, 4, 4), -1, "4 tokens put at -1 does not fit into a buffer of 9"),
+        ((1, 2, 9, 4), (1, 3, 4, 4), 0, r"heads 2.* but is .*\[1, 3, 4, 4\]"),
+        ((1, 2, 9, 4), (1, 2, 4, 5), 0, r"size 4.* but is .*\[1, 2, 4, 5\]"),
         ((2, 9, 4), (2, 4, 4), 0, "four axes"),
     ],
     ids=["beyond the end", "before the start", "heads", "size", "dimensions"],
@@ -102,6 +125,8 @@ def test_the_backward_refuses(name: str, change: Callable[[Any], Any], message: 
 def test_append_refuses(buffer: tuple[int, ...], chunk: tuple[int, ...], start: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         library.append(torch.zeros(buffer), torch.zeros(chunk), start)
+    with pytest.raises(ValueError, match=r"must|does not fit"):
+        library._append(torch.zeros(buffer), torch.zeros(chunk), start)
 
 
 def test_buffers_of_another_kind_are_refused() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_cases import assert_twins, inputs, with_gradients
 
-from lightning_seq1f1b.ops import attention, notice
+from lightning_seq1f1b.ops import attention, library, notice
 from lightning_seq1f1b.ops.attention import chunk_attention
 from lightning_seq1f1b.ops.reference import reference_attention
 from lightning_seq1f1b.ops.visibility import Visibility
@@ -147,10 +147,10 @@ def test_what_is_kept_for_the_backward_does_not_grow_with_the_square() -> None:
 @pytest.mark.parametrize(
     ("options", "chosen"),
     [
-        ({}, "attend"),
-        ({"visible": Visibility(11)}, "attend"),
-        ({"softcap": 1.0}, "attend"),
-        ({"sinks": torch.zeros(4)}, "attend"),
+        ({}, "kernel_attention"),
+        ({"visible": Visibility(11)}, "kernel_attention"),
+        ({"softcap": 1.0}, "kernel_attention"),
+        ({"sinks": torch.zeros(4)}, "kernel_attention"),
         ({"dropout": 0.1}, "masked_attention"),
         ({"causal": False}, "masked_attention"),
         ({"causal": False, "softcap": 1.0}, "reference_attention"),
@@ -159,7 +159,7 @@ def test_what_is_kept_for_the_backward_does_not_grow_with_the_square() -> None:
 )
 def test_which_way_is_taken(options: dict[str, object], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for name in ("attend", "masked_attention", "reference_attention"):
+    for name in ("kernel_attention", "masked_attention", "reference_attention"):
         monkeypatch.setattr(attention, name, lambda *args, name=name, **kwargs: taken.append(name))
     chunk_attention(*inputs(7, 12), **options)
     assert taken == [chosen]
@@ -224,7 +224,8 @@ def test_dtypes_and_devices_that_differ() -> None:
         ({"softcap": 0.0}, "softcap is positive, or None for no cap, not 0.0"),
         ({"softcap": -1.0}, "softcap is positive"),
         ({"softcap": float("nan")}, "softcap is positive"),
-        ({"sinks": torch.zeros(3)}, r"one number a head, \[4\], not \[3\]"),
+        ({"sinks": torch.zeros(3)}, r"one floating number a head, \[4\] on cpu, not \[3\] torch.float32 on cpu"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, r"one floating number a head, .* not \[4\] torch.int64"),
         ({"visible": Visibility(0)}, "1 or more keys, not 0"),
         (
             {"visible": Visibility(first_key=torch.zeros(2, 9, dtype=torch.int32))},
@@ -241,3 +242,21 @@ def test_dtypes_and_devices_that_differ() -> None:
 def test_options_that_do_not_fit(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chunk_attention(*inputs(5, 9), **options)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Also where the gradient that comes in is a constant, which autograd itself lets pass."""
+    query, key, value = inputs(5, 9)
+    for computed in (chunk_attention, lambda *given: library.attend(*given, 0.3, 0, 0.0, None, None)[0]):
+        with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph=True"):
+            torch.autograd.grad(computed(query, key, value).sum(), query, create_graph=True)
+
+
+def test_no_rows() -> None:
+    tensors = [tensor.detach()[:0].requires_grad_() for tensor in inputs(5, 9)]
+    chunk_attention(*tensors).sum().backward()
+    assert [tensor.grad.shape for tensor in tensors] == [tensor.shape for tensor in tensors]
+
+
+def test_queries_that_see_everything_may_be_more_than_the_keys() -> None:
+    assert_twins(chunk_attention, *inputs(9, 5), causal=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,13 @@ import pytest
 import torch
 from support.emulated_cuda import CSRC, EmulatedCuda, build
 from torch import Tensor
+
+sys.path.append(str(CSRC))
+
+from building.installed_torch import installed_torch
+from building.jobs import compile_jobs
+from building.toolchain import ARCHITECTURES_VARIABLE, cpp_compiler, cuda_compiler
+from building.toolchain import run as run_compiler
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -337,19 +344,18 @@ def test_nothing_to_do(cuda: EmulatedCuda) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_the_sources_compile_for_gpus_without_spills(tmp_path: Path) -> None:
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)]
-    command = ["nvcc", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", *targets]
+def test_the_sources_compile_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ARCHITECTURES_VARIABLE, raising=False)
+    toolkit = cuda_compiler()
+    jobs = compile_jobs(CSRC, installed_torch(), cpp_compiler(), toolkit, limited_api=True)
+    sources = [job for job in jobs if job.source.suffix == ".cu"]
+    assert [job.source for job in sources] == sorted((CSRC / "cuda").glob("*.cu"))
     kernels = 0
-    for source in sorted((CSRC / "cuda").glob("*.cu")):
-        done = subprocess.run(
-            [*command, "-Xptxas", "-v", "-c", str(source), "-o", str(tmp_path / "object.o")],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "warning" not in done.stderr
-        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-        assert all(pair == ("0", "0") for pair in spills), done.stderr
-        kernels += len(re.findall(r"Compiling entry function '\w*(?:forward|gradient|delta)_kernel", done.stderr))
+    for job in sources:
+        said = run_compiler([*job.command, "-Xptxas=-v", str(job.source), "-o", str(tmp_path / "object.o")])
+        assert "warning" not in said
+        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        assert all(pair == ("0", "0") for pair in spills), said
+        kernels += len(re.findall(r"Compiling entry function '\w*(?:forward|gradient|delta)_kernel", said))
+    assert toolkit.architectures == ("80", "90", "100")
     assert kernels >= 2 * 3 * 3 * 3, "each of forward, dQ and dK/dV, for 2 dtypes, 3 sizes of heads and 3 architectures"

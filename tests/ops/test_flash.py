@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ from support.attention_cases import inputs, with_gradients
 from torch import Tensor
 
 from lightning_seq1f1b.ops import flash, plain
-from lightning_seq1f1b.ops.attend import attend
+from lightning_seq1f1b.ops.attended import Attended
+from lightning_seq1f1b.ops.kernel_attention import kernel_attention
 from lightning_seq1f1b.ops.kernels import FLASH_ATTN_2, FLASH_ATTN_3, TORCH_FLASH, Kernel
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.ops.reference import reference_attention
-from lightning_seq1f1b.ops.scores import Scores
 from lightning_seq1f1b.ops.visibility import Visibility
 
 
@@ -24,22 +26,22 @@ def heads_outside(*tensors: Tensor) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
-def scores(scale: float, causal: bool, left: int, right: int, softcap: float = 0.0) -> Scores:
+def scores(scale: float, causal: bool, left: int, right: int, softcap: float = 0.0) -> Options:
     """What their arguments mean: bottom-right aligned, and a window counts the keys at the left of a query's own."""
     assert causal
     assert right == 0
-    return Scores(scale, softcap or None, Visibility(None if left < 0 else left + 1))
+    return Options(scale, softcap or None, Visibility(None if left < 0 else left + 1))
 
 
-def computed_forward(q: Tensor, k: Tensor, v: Tensor, meaning: Scores) -> tuple[Tensor, Tensor]:
+def computed_forward(q: Tensor, k: Tensor, v: Tensor, meaning: Options) -> tuple[Tensor, Tensor]:
     output, lse = plain.forward(*heads_outside(q, k, v), meaning)
     return output.transpose(1, 2), lse
 
 
-def computed_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, meaning: Scores):
+def computed_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, meaning: Options):
     dout, q, k, v, out = heads_outside(dout, q, k, v, out)
     key_gradient, value_gradient = torch.zeros_like(k), torch.zeros_like(v)
-    query_gradient = plain.backward(dout, q, k, v, out, lse, key_gradient, value_gradient, meaning)
+    query_gradient = plain.backward(dout, Attended(q, k, v, out, lse), key_gradient, value_gradient, meaning)
     return [tensor.transpose(1, 2) for tensor in (query_gradient, key_gradient, value_gradient)]
 
 
@@ -110,7 +112,7 @@ def torch_flash() -> SimpleNamespace:
         bound.apply_defaults()
         return bound.arguments
 
-    def meaning(given: dict[str, object]) -> Scores:
+    def meaning(given: dict[str, object]) -> Options:
         left, right = given["window_size_left"], given["window_size_right"]
         assert given["dropout_p"] == 0.0
         assert (given["max_q"], given["max_k"]) == (given["query"].shape[1], given["key"].shape[1])
@@ -130,7 +132,10 @@ def torch_flash() -> SimpleNamespace:
     return SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
 
 
-@pytest.fixture(params=[FLASH_ATTN_2, FLASH_ATTN_3, TORCH_FLASH], ids=lambda kernel: kernel.name)
+KERNELS = [FLASH_ATTN_2, FLASH_ATTN_3, TORCH_FLASH]
+
+
+@pytest.fixture
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(flash, "flash_attn_2", flash_attn_2)
     monkeypatch.setattr(flash, "flash_attn_3", flash_attn_3)
@@ -138,16 +143,27 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     return request.param
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 1}, {"softcap": 0.9}, {"sinks": True}], ids=str)
+OPTIONS = [{}, {"window": 4}, {"window": 1}, {"softcap": 0.9}, {"sinks": True}]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (kernel, options)
+        for kernel in KERNELS
+        for options in OPTIONS
+        if kernel is not TORCH_FLASH or "softcap" not in options
+    ],
+    indirect=["kernel"],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_it_is_the_twin(kernel: Kernel, options: dict[str, object]) -> None:
-    if kernel is TORCH_FLASH and "softcap" in options:
-        return
     query, key, value = inputs(7, 12)
     softcap, visible = options.get("softcap"), Visibility(options.get("window"))
     sinks = torch.linspace(-2, 3, 4, dtype=torch.float64) if "sinks" in options else None
     tensors = (query, key, value)
-    given = Scores(0.3, softcap, visible)
-    got = with_gradients(lambda: attend(*tensors, sinks, kernel, given, None), *tensors)
+    given = Options(0.3, softcap, visible)
+    got = with_gradients(lambda: kernel_attention(*tensors, sinks, kernel, given, None), *tensors)
     expected = with_gradients(
         lambda: reference_attention(*tensors, scale=0.3, softcap=softcap, visible=visible, sinks=sinks), *tensors
     )
@@ -158,9 +174,27 @@ def test_it_is_the_twin(kernel: Kernel, options: dict[str, object]) -> None:
 def test_torch_takes_the_call() -> None:
     """On meta tensors torch checks the arguments of its own kernels, and tells the shapes they give."""
     query, key, value = (tensor.detach().bfloat16().to("meta") for tensor in inputs(7, 12))
-    given = Scores(0.3, visible=Visibility(4))
+    given = Options(0.3, visible=Visibility(4))
     output, lse = flash.torch_forward(query, key, value, given)
     assert (output.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
     gradients = [torch.zeros(tensor.shape, device="meta") for tensor in (key, value)]
-    got = flash.torch_backward(output, query, key, value, output, lse, *gradients, given)
+    got = flash.torch_backward(output, Attended(query, key, value, output, lse), *gradients, given)
     assert got.shape == query.shape
+
+
+def test_only_generations_whose_arguments_are_known_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def today(dq, window_size_left, window_size_right, softcap, causal): ...
+    def yesterday(dq, window_size, softcap, causal): ...
+
+    made = torch.library.custom_op("lightning_seq1f1b_test::backward", mutates_args=("dq",))
+
+    @made
+    def as_an_op(dq: Tensor, window_size_left: int, softcap: float, causal: bool) -> None: ...
+
+    for function, known in ((today, True), (yesterday, False), (as_an_op, True)):
+        module = SimpleNamespace(_flash_attn_backward=function)
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_interface=module))
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+        flash.flash_attn_2.cache_clear()
+        assert (flash.flash_attn_2() is module) == known
+    flash.flash_attn_2.cache_clear()

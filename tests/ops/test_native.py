@@ -70,7 +70,13 @@ def test_a_missing_extension_is_said_once_with_the_reason_and_what_to_do(missing
     missing.write_text(json.dumps({"reason": "no compiler was found", "details": ""}))
     messages = said(lambda: [native.available(), native.available(), native.available()])
     assert len(messages) == 1
-    for part in ("no compiler was found", "torch", "Install it again", "lightning-seq1f1b doctor", "C++ compiler"):
+    for part in (
+        "no compiler was found",
+        "torch",
+        "--force-reinstall --no-deps --no-cache-dir",
+        "lightning-seq1f1b doctor",
+        "C++ compiler",
+    ):
         assert part in messages[0]
     assert not native.available()
     assert native.reason() == "no compiler was found"
@@ -145,3 +151,16 @@ def test_an_unknown_variant_is_said_once_with_those_there_are(monkeypatch, built
 def test_only_the_first_rank_of_a_node_warns(monkeypatch, missing):
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "1")
     assert said(native.available) == []
+
+
+def test_a_switch_that_is_none(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "perhaps")
+    with pytest.raises(ValueError, match="LIGHTNING_SEQ1F1B_NATIVE is auto, on or off, not 'perhaps'"):
+        native.load()
+
+
+def test_a_reason_that_cannot_be_read(monkeypatch, tmp_path):
+    reason = tmp_path / "reason.json"
+    reason.write_text("{")
+    monkeypatch.setattr(native, "_REASON_FILE", reason)
+    assert native.build_details() is None

@@ -21,6 +21,14 @@ import sys
 from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
+# Stands in for a compiler: makes empty files, and has the version that is in the file beside it.
+PRETENDED_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec cat "$0.version"
+while [ $# -gt 0 ]; do
+  [ "$1" = -o ] && : > "$2"
+  shift
+done
+"""
 NO_COMPILER = {"CXX": "/bin/false", "CC": "/bin/false"}
 EXTENSION = "lightning_seq1f1b/_native.abi3.so"
 REASON = "lightning_seq1f1b/_native_build.json"
@@ -68,6 +76,15 @@ def fresh_tree(parent: Path) -> Path:
 @pytest.fixture
 def tree(tmp_path):
     return fresh_tree(tmp_path)
+
+
+@pytest.fixture
+def pretended_compiler(tmp_path):
+    compiler = tmp_path / "pretended"
+    compiler.write_text(PRETENDED_COMPILER)
+    compiler.chmod(0o755)
+    Path(f"{compiler}.version").write_text("pretended 1.0.0\n")
+    return compiler
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +184,38 @@ def test_a_second_build_compiles_only_what_changed(wheel, built_tree):
     assert "editable" in editable.name
     assert (built_tree / EXTENSION).is_file()
     assert not (built_tree / REASON).exists()
+
+
+def compiled_in_place(tree: Path, compiler: Path) -> set[str]:
+    """Builds where the tree is, and returns the names of all objects that there are then."""
+    done = run(tree, "setup.py", "-q", "build_ext", "--inplace", CXX=str(compiler))
+    assert done.returncode == 0, done.stderr
+    assert (tree / EXTENSION).exists(), done.stderr
+    return {path.name for path in (tree / "build" / "kernels").iterdir()}
+
+
+def test_another_version_of_the_compiler_compiles_everything_again(tree, pretended_compiler):
+    objects = compiled_in_place(tree, pretended_compiler)
+    sources = {path.stem for folder in ("bindings", "cpu") for path in (tree / "csrc" / folder).glob("*.cpp")}
+    assert sorted(name.split("-")[0] for name in objects) == sorted(sources - {"cuda_ops"})
+    assert compiled_in_place(tree, pretended_compiler) == objects
+    Path(f"{pretended_compiler}.version").write_text("pretended 1.0.1\n")
+    assert len(compiled_in_place(tree, pretended_compiler) - objects) == len(objects)
+
+
+def test_a_number_of_processes_that_is_none_is_said(tree, pretended_compiler):
+    done = run(tree, "setup.py", "-q", "build_ext", "--inplace", CXX=str(pretended_compiler), MAX_JOBS="two")
+    assert done.returncode == 0, done.stderr
+    assert "MAX_JOBS must be a whole number, but is 'two'" in (tree / REASON).read_text()
+    assert "" not in done.stderr.splitlines(), "there was nothing that a compiler printed"
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(tree, pretended_compiler):
+    (tree / "build").mkdir()
+    (tree / "build" / "kernels").write_text("no folder")
+    done = run(tree, "setup.py", "-q", "build_ext", "--inplace", CXX=str(pretended_compiler))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"File exists: .*build/kernels.* must be folders", (tree / REASON).read_text())
 
 
 def test_the_source_distribution_holds_the_kernels(tree, tmp_path):

@@ -114,16 +114,6 @@ def test_only_what_one_append_returned_has_a_place():
     assert appended(key, value) is None
 
 
-def appended_chunks(buffer, *chunks):
-    """Append chunks that want gradients; returns the sum of each one's keys."""
-    _, key, value = inputs()
-    sums = []
-    for start, stop in chunks:
-        keys, _ = buffer.append(start, 0, key[:, :, start:stop].requires_grad_(), value[:, :, start:stop])
-        sums.append(keys.sum())
-    return sums
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -158,26 +148,82 @@ def test_chunks_that_differ(other):
         buffer.append(4, 0, other, other)
 
 
-def test_backwards_out_of_order():
+def chunk_outputs(buffer, attention, *chunks):
+    """Attention of some chunks; sums that backward can start from."""
+    sums = []
+    for start, stop in chunks:
+        query, key, value = (tensor[:, :, start:stop].requires_grad_() for tensor in inputs())
+        sums.append(attention(query, *buffer.append(start, 0, key, value)).sum())
+    return sums
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_backwards_out_of_order(attention):
     buffer = KVBuffer(LENGTH)
-    first, second = appended_chunks(buffer, (0, 4), (4, 6))
+    first, second = chunk_outputs(buffer, attention, (0, 4), (4, 6))
     with pytest.raises(RuntimeError, match=r"last chunk first: expected the one that ends at token 6, not .*\[0, 4\)"):
-        first.backward()
+        first.backward(retain_graph=True)
     second.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"expected the one that ends at token 4, not that of tokens \[4, 6\)"):
         second.backward()
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"of the chunk of tokens \[0, 4\) came after its KV buffer was freed"):
+        first.backward()
 
 
-def test_a_freed_buffer():
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_freed_buffer(attention):
     buffer = KVBuffer(LENGTH)
-    (only,) = appended_chunks(buffer, (0, 4))
+    (only,) = chunk_outputs(buffer, attention, (0, 4))
     buffer.close()
-    with pytest.raises(
-        RuntimeError, match=r"backward of the chunk of tokens \[0, 4\) came after its KV buffer was freed"
-    ):
+    with pytest.raises(RuntimeError, match=r"of the chunk of tokens \[0, 4\) came after its KV buffer was freed"):
         only.backward()
     with pytest.raises(RuntimeError, match="was freed"):
-        appended_chunks(buffer, (4, 6))
+        chunk_outputs(buffer, attention, (4, 6))
+
+
+def test_a_look_at_the_query_alone_is_noticed():
+    """It leaves gradients of keys in the accumulators; the next backward would add them once more."""
+    query, key, value = (tensor[:, :, :4].requires_grad_() for tensor in inputs())
+    loss = accumulating(query, *KVBuffer(LENGTH).append(0, 0, key, value)).sum()
+    torch.autograd.grad(loss, query, retain_graph=True)
+    with pytest.raises(RuntimeError, match="an earlier backward ran attention but stopped before the keys"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused():
+    _, key, value = (tensor[:, :, :4].requires_grad_() for tensor in inputs())
+    keys, _ = KVBuffer(LENGTH).append(0, 0, key, value)
+    with pytest.raises(RuntimeError, match="a KV buffer has no second derivative"):
+        torch.autograd.grad(keys.sum(), key, create_graph=True)
+
+
+def test_chunks_of_any_layout():
+    _, key, value = inputs()
+    buffer = KVBuffer(LENGTH)
+    buffer.append(0, 0, key[:, :, :4].mT.contiguous().mT, value[:, :, :1].expand(-1, -1, 4, -1))
+    keys, values = buffer.append(4, 0, key[:, :, 4:], value[:, :, 4:])
+    assert torch.equal(keys, key)
+    assert torch.equal(values[:, :, :4], value[:, :, :1].expand(-1, -1, 4, -1))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[], [(4, 2)], [(1, 1, 1, 4, 2)], [(1, 1, 4, 2), (1, 1, 3, 2)]],
+    ids=["nothing", "two axes", "five axes", "lengths that differ"],
+)
+def test_what_is_no_chunk(shapes):
+    with pytest.raises(ValueError, match="three or four axes and equal tokens, not "):
+        KVBuffer(LENGTH).append(0, 0, *map(torch.zeros, shapes))
+
+
+def test_a_later_chunk_of_fewer_tensors_or_without_gradients():
+    buffer, tensor = KVBuffer(LENGTH), torch.zeros(1, 1, 4, 2, requires_grad=True)
+    buffer.append(0, 0, tensor, tensor)
+    with pytest.raises(ValueError, match="earlier chunks call for 2 tensors, not 1"):
+        buffer.append(4, 0, tensor)
+    with pytest.raises(ValueError, match="all chunks want gradients or none does: earlier ones do, this one does not"):
+        buffer.append(4, 0, tensor.detach(), tensor.detach())
 
 
 def test_reads_are_views_of_one_buffer_and_close_frees_it():

@@ -44,6 +44,7 @@ _NO_DROPOUT = (
     "attn_pdrop",
     "embd_pdrop",
     "resid_pdrop",
+    "residual_dropout",
     "hidden_dropout",
     "dropout",
     "activation_dropout",

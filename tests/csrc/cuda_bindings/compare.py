@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_seq1f1b.ops import library, plain
-from lightning_seq1f1b.ops.scores import Scores
+from lightning_seq1f1b.ops.attended import Attended
+from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.ops.visibility import Visibility
 
 torch.ops.load_library(sys.argv[1])
@@ -35,18 +36,18 @@ for dtype, tolerance in ((torch.bfloat16, 6e-3), (torch.float16, 8e-4)):
         value = torch.randn(rows, kv_heads, keys, value_size).to(dtype)
         first_key = torch.randint(0, keys - queries, (rows, queries), dtype=torch.int32) if masked else None
         key_mask = torch.rand(rows, keys) > 0.3 if masked else None
-        scores = Scores(0.2, softcap, Visibility(window, first_key, key_mask))
-        options = library.options(scores)
-        output, lse = ops.attend(query, key, value, *options)
+        options = Options(0.2, softcap, Visibility(window, first_key, key_mask))
+        arguments = library.arguments(options)
+        output, lse = ops.attend(query, key, value, *arguments)
         wide = [tensor.float() for tensor in (query, key, value)]
-        exact_output, exact_lse = plain.forward(*wide, scores)
+        exact_output, exact_lse = plain.forward(*wide, options)
         close(output, exact_output, tolerance)
         torch.testing.assert_close(lse, exact_lse)
         gradient = torch.randn(rows, heads, queries, value_size).to(dtype)
         sums = torch.ones(rows, kv_heads, keys, size), torch.ones(rows, kv_heads, keys, value_size)
         exact_sums = sums[0].clone(), sums[1].clone()
-        ours = ops.attend_backward(gradient, query, key, value, output, lse, *sums, *options)
-        exact = plain.backward(gradient.float(), *wide, output.float(), lse, *exact_sums, scores)
+        ours = ops.attend_backward(gradient, query, key, value, output, lse, *sums, *arguments)
+        exact = plain.backward(gradient.float(), Attended(*wide, output.float(), lse), *exact_sums, options)
         for result, expected in zip((ours, *sums), (exact, *exact_sums), strict=True):
             close(result, expected, tolerance)
     chunk = torch.randn(rows, 5, 3, 8).to(dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What every kernel is told about the scores, beside the tensors."""
+"""What every kernel is told beside the tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_seq1f1b.ops.visibility import Visibility
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
-    """How scores come from queries and keys.
+class Options:
+    """How scores come from queries and keys, and which of them count.
 
     Attributes:
         scale: scores are scale q.k.
