@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,13 @@ def build_info() -> BuildInfo:
     Raises:
         RuntimeError: The extension is missing.
     """
-    found = json.loads(_module().build_info())
+    return _parsed(_module().build_info())
+
+
+@cache
+def _parsed(text: str) -> BuildInfo:
+    # Once: the choice of a CUDA kernel asks for it in every call.
+    found = json.loads(text)
     cuda = found["cuda"]
     return BuildInfo(
         compiler=found["compiler"],

@@ -129,7 +129,9 @@ class _Run:
                 self._found = _HOST_GONE
         if not self._closed.wait(GRACE_S):
             # The main thread does not come back: it computes, or waits for a message that will never arrive.
-            print(f"rank {self._rank} is ended, because {self._found}", file=sys.stderr, flush=True)
+            # In one write, line end included: other ranks say the same at the same moment.
+            sys.stderr.write(f"rank {self._rank} is ended, because {self._found}\n")
+            sys.stderr.flush()
             os._exit(1)
 
 
