@@ -76,6 +76,7 @@ class KVBuffer:
         if not recomputed:
             self._check(tensors, stop - start)
         place = Place(self, start, lowest, stop)
+        # torch does not annotate `apply`.
         return _Append.apply(place, not recomputed, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ PROCESSES = 2
 
 sys.path.append(str(CSRC))
 
-from building.installed_torch import installed_torch  # noqa: E402
-from building.jobs import INSTRUCTION_SETS, Job, compile_jobs  # noqa: E402
-from building.toolchain import cpp_compiler, run  # noqa: E402
+from building.installed_torch import installed_torch  # noqa: E402 (found only by the path above)
+from building.jobs import INSTRUCTION_SETS, Job, compile_jobs  # noqa: E402 (likewise)
+from building.toolchain import cpp_compiler, run  # noqa: E402 (likewise)
 
 
 @dataclass(frozen=True)
