@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 KERNELS := $(shell find csrc -type f ! -name '*.pyc')
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench bench-attention sanitize docs clean
+.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline sanitize docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,12 @@ bench: $(VENV)/.installed-test
 
 bench-attention: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.attention
+
+bench-pipeline: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.pipeline
+
+bench-calibration: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.calibration
 
 sanitize:
 	.ci/sanitize

@@ -10,68 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.live_bytes import LiveBytes, SampledTrace
 from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.models.split import cut
-from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.models.stage import make_stages
 from lightning_seq1f1b.runtime.batching import cut_batch
 from lightning_seq1f1b.runtime.executor import Executor
 from lightning_seq1f1b.runtime.pipeline import Cutting
-from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.runtime.transport import InProcessTransport, Mailbox
-from lightning_seq1f1b.schedule.actions import Action
 
 NUM_LAYERS, VOCAB_SIZE = 8, 512
-
-
-class LiveBytes(TorchDispatchMode):
-    """Sums the storages that operations of this thread have made and that are still alive."""
-
-    def __init__(self, excluded: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-        self._sizes = WeakIdKeyDictionary()
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note the storages of its results."""
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._note, result)
-        return result
-
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._excluded:
-            self._sizes[storage] = storage.nbytes()
-
-    def sample(self) -> None:
-        """Raise the peak to what is alive now."""
-        self.peak = max(self.peak, sum(self._sizes.values()))
-
-
-class SampledTrace(StepTrace):
-    """Samples after every compute action instead of timing it."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        super().__init__(rank=0, device=torch.device("cpu"))
-        self._live = live
-
-    @contextmanager
-    def measure(self, action: Action) -> Iterator[None]:
-        """Run the body, then sample."""
-        yield
-        self._live.sample()
 
 
 def model() -> LlamaForCausalLM:
@@ -103,17 +56,18 @@ def first_stage_peak(cutting: Cutting, num_stages: int, rows: int, length: int) 
 
     def run(rank: int) -> None:
         whole = model()
-        stage = HuggingFaceStage(cut(whole, rank, ranges))
+        stages = make_stages(cut(whole, [rank], ranges))
         for parameter in whole.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        executor = Executor({rank: stage}, InProcessTransport(mailbox, rank, 600.0), rank, torch.device("cpu"))
+        executor = Executor(stages, InProcessTransport(mailbox, rank, 600.0), rank, torch.device("cpu"))
         if rank > 0:
             executor.run(plan, microbatches)
             return
         excluded = [tensor for p in whole.parameters() for tensor in (p, p.grad) if tensor is not None]
         with LiveBytes(excluded) as live:
-            executor.run(plan, microbatches, SampledTrace(live))
-        peaks[rank] = live.peak
+            trace = SampledTrace(live)
+            executor.run(plan, microbatches, trace)
+        peaks[rank] = trace.peak
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_stages)]
     for thread in threads:

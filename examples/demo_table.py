@@ -11,11 +11,11 @@ from transformers import AutoConfig
 
 from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.schedule.actions import Action, Kind
-from lightning_seq1f1b.schedule.costs import head_flops, layer_flops, layers_per_stage
+from lightning_seq1f1b.schedule.balance import balanced_layers
+from lightning_seq1f1b.schedule.costs import head_flops, layer_flops
 from lightning_seq1f1b.schedule.plan import make_plan
 from lightning_seq1f1b.schedule.simulate import simulate
 from lightning_seq1f1b.schedule.timeline import Event, bubble, makespan
-from lightning_seq1f1b.strategy.cut_module import BALANCE_LENGTH
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def predicted_bubble(run: Run, model: Path) -> float:
     step = run.ranks[0]["steps"][0]
     plan = make_plan(*step["plan"])
     shape = model_shape(AutoConfig.from_pretrained(model))
-    layers = layers_per_stage(shape, plan.num_stages, BALANCE_LENGTH)
+    layers = balanced_layers(shape, plan.num_ranks)
 
     def cost(action: Action) -> float:
         start, stop = step["spans"][action.unit.chunk]

@@ -13,6 +13,8 @@ COMMANDS = {
     "validate": "loss and perplexity on the validation documents",
     "test": "loss and perplexity on the test documents",
     "predict": "loss and perplexity of every batch of the documents",
+    "plan": "find the fastest schedule, stages and chunks for a model and the memory of the devices, without a GPU",
+    "profile": "measure a model's layers on this machine, for plan --profile",
     "schedule": "draw, simulate or verify a pipeline schedule, without torch",
     "export": "turn a checkpoint into a directory that transformers' from_pretrained loads",
     "doctor": "say what is installed and built, and which attention kernel is used; --json",
@@ -41,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_seq1f1b.cli import schedule
 
         return schedule.main(rest)
+    elif command == "plan":
+        from lightning_seq1f1b.cli import plan
+
+        return plan.main(rest)
+    elif command == "profile":
+        from lightning_seq1f1b.cli import profile
+
+        return profile.main(rest)
     elif command == "export":
         from lightning_seq1f1b.cli import export
 

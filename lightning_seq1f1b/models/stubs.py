@@ -34,6 +34,18 @@ class Stub(nn.Module):
         return f"for {type(self.__dict__['original']).__name__} of another stage"
 
 
+class Leaving(Exception):  # noqa: N818 (no error: the way out of a model's forward behind a stage's last layer)
+    """Raised by an `ExitStub`.
+
+    Attributes:
+        hidden: what the last layer of the stage returned, [rows, tokens, hidden size].
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
 class LayerStub(Stub):
     """In place of a decoder layer: keeps the layers' indices, and returns its hidden states unchanged.
 
@@ -48,8 +60,19 @@ class LayerStub(Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hidden states, as the layer would return them: alone, or first in a tuple padded with None."""
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = _hidden_states(args, kwargs)
         return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
+
+
+class ExitStub(Stub):
+    """In place of the decoder layer behind a stage's last one: ends the model's forward there.
+
+    It stands behind the last layer, so hooks that the user puts on that layer have run before.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `Leaving` with the hidden states."""
+        raise Leaving(_hidden_states(args, kwargs))
 
 
 class PassStub(Stub):
@@ -62,3 +85,8 @@ class PassStub(Stub):
             if tensor.is_floating_point() and tensor.ndim == 3:
                 return tensor
         return torch.zeros((), device=tensors[0].device if tensors else None)
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a decoder layer is given to work on."""
+    return args[0] if args else kwargs["hidden_states"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -44,6 +44,7 @@ class LayerRecord:
         output: what it returned; when it raised, what its annotation says it would return.
         error: what it raised, usually because an operation needs values, which the meta device has not.
         wrote_keys: whether it handed keys and values to the cache.
+        kv_width: elements of them for each token.
         wrote_state: whether it handed a recurrent state to the cache.
         attention: what its attention was given; None when it did not call the attention interface.
     """
@@ -53,6 +54,7 @@ class LayerRecord:
     output: Any = None
     error: Exception | None = None
     wrote_keys: bool = False
+    kv_width: int = 0
     wrote_state: bool = False
     attention: AttentionRecord | None = None
 
@@ -76,12 +78,13 @@ class TrialRecord:
     error: Exception | None = None
 
 
-def trial_run(trunk: Trunk, attention: str) -> TrialRecord:
-    """Run two chunks through a model on the meta device, which is used up by it: forwards are replaced.
+def trial_run(trunk: Trunk, attention: str, chunks: Sequence[Span] = CHUNKS) -> TrialRecord:
+    """Run chunks through a model on the meta device, which is used up by it: forwards are replaced.
 
     Args:
         trunk: the trunk of the model.
         attention: the attention implementation to run with.
+        chunks: the chunks of one row.
     """
     model = trunk.model
     model.eval()
@@ -105,9 +108,9 @@ def trial_run(trunk: Trunk, attention: str) -> TrialRecord:
     silence_padding_check(model)
     for module in length_dependent(model):
         module.rope_type = _fixed(module.rope_type)
-    state = ChunkedState(layer_kinds(model.config), CHUNKS[-1].stop)
+    state = ChunkedState(layer_kinds(model.config), chunks[-1].stop)
     try:
-        for index, span in enumerate(CHUNKS):
+        for index, span in enumerate(chunks):
             record.calls.clear()
             caches[:] = [_TrialCache(state, index, span)]
             type(model).forward(model, **_arguments(model, span, caches[0]))
@@ -189,9 +192,12 @@ class _TrialCache(ChunkCache):
 
     record: LayerRecord
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.record.wrote_keys = True
-        return super().update(*args, **kwargs)
+        self.record.kv_width = sum(states.shape[1] * states.shape[3] for states in (key_states, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         self.record.wrote_state = True

@@ -63,6 +63,28 @@ def check_same_batch(batch: Mapping[str, Tensor], group: dist.ProcessGroup) -> N
             )
 
 
+def check_same_plan(identity: int, group: dist.ProcessGroup) -> None:
+    """Compare what the pipeline ranks are about to execute.
+
+    Args:
+        identity: a 64-bit hash of the plan and the chunks, the same in every process.
+        group: the pipeline's control group.
+
+    Raises:
+        ValueError: on every rank alike, when they differ.
+    """
+    here = torch.tensor([identity], dtype=torch.int64)
+    identities = [torch.zeros_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(identities, here, group=group)
+    held = [int(other) for other in identities]
+    if len(set(held)) > 1:
+        raise ValueError(
+            "the pipeline ranks made different plans for the same batch (hashes "
+            f"{', '.join(f'{other & 0xFFFFFFFF:08x}' for other in held)}): give the strategy the same arguments on all "
+            "of them; with schedule='auto' and devices that differ, set schedule, virtual_stages and num_chunks"
+        )
+
+
 def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """Compare the loss that the user's step made of the model's, which all pipeline ranks share.
 

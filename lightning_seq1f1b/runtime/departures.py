@@ -6,7 +6,7 @@ knows better: what a rank receives was computed from, or after, what it has sent
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 
 from lightning_seq1f1b.runtime.transport import Departure
 from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
@@ -24,41 +24,49 @@ class Departures:
 
     Args:
         plan: what all ranks execute.
+        rank: which of its ranks this is.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         self._activations: dict[tuple[int, Unit], Departure] = {}
-        self._gradients: dict[int, deque[Departure]] = {}
-        self._released: dict[int, int] = {}
-        self._backwards_before = _backwards_before_forwards(plan)
+        self._gradients: dict[tuple[int, Unit], Departure] = {}
+        self._orders: dict[int, _PreviousStage] = {}
+        own = [stage for stage, place in enumerate(plan.stage_to_rank) if place == rank and stage > 0]
+        for neighbour in {plan.stage_to_rank[stage - 1] for stage in own} - {rank}:
+            actions = plan.actions_of(neighbour)
+            for stage in own:
+                if plan.stage_to_rank[stage - 1] == neighbour:
+                    self._orders[stage] = _PreviousStage([a for a in actions if a.stage == stage - 1])
 
     def add(self, send: Action, departure: Departure) -> None:
         """Remember a message: `send` is its SEND_F or SEND_B."""
-        if send.kind is Kind.SEND_F:
-            self._activations[send.stage, send.unit] = departure
-        else:
-            self._gradients.setdefault(send.stage, deque()).append(departure)
+        messages = self._activations if send.kind is Kind.SEND_F else self._gradients
+        messages[send.stage, send.unit] = departure
 
     def release(self, receive: Action) -> None:
         """Let go of what the arrival of `receive`, a RECV_F or RECV_B, proves to have arrived."""
         if receive.kind is Kind.RECV_B:
             self._activations.pop((receive.stage, receive.unit)).wait()
             return
-        taken = self._backwards_before[receive.stage - 1, receive.unit]
-        sent = self._gradients.get(receive.stage, deque())
-        for _ in range(taken - self._released.get(receive.stage, 0)):
-            sent.popleft().wait()
-        self._released[receive.stage] = taken
+        for unit in self._orders[receive.stage].newly_taken(receive.unit):
+            self._gradients.pop((receive.stage, unit)).wait()
 
 
-def _backwards_before_forwards(plan: Plan) -> dict[tuple[int, Unit], int]:
-    """For every forward, how many backwards of its stage come before it."""
-    before: dict[tuple[int, Unit], int] = {}
-    for compute in plan.compute:
-        done: dict[int, int] = {}
-        for action in compute:
+class _PreviousStage:
+    """The order of forwards and backwards on the stage before one of ours."""
+
+    def __init__(self, actions: list[Action]) -> None:
+        self._backwards = [action.unit for action in actions if action.kind in (Kind.B, Kind.I)]
+        self._before: dict[Unit, int] = {}
+        self._released = done = 0
+        for action in actions:
             if action.kind is Kind.F:
-                before[action.stage, action.unit] = done.get(action.stage, 0)
-            else:
-                done[action.stage] = done.get(action.stage, 0) + 1
-    return before
+                self._before[action.unit] = done
+            elif action.kind in (Kind.B, Kind.I):
+                done += 1
+
+    def newly_taken(self, forward: Unit) -> Iterator[Unit]:
+        """Units whose gradients were taken before a forward, except those that an earlier forward has told of."""
+        while self._released < self._before[forward]:
+            self._released += 1
+            yield self._backwards[self._released - 1]

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Microbatch
-from lightning_seq1f1b.runtime.departures import Departures
+from lightning_seq1f1b.runtime.messages import Messages
+from lightning_seq1f1b.runtime.split_backward import DeferredGradients, SplitBackward
 from lightning_seq1f1b.runtime.stage import MicrobatchState, Stage
-from lightning_seq1f1b.runtime.trace import StepTrace
-from lightning_seq1f1b.runtime.transport import BACKWARD, FORWARD, Arrival, Transport
-from lightning_seq1f1b.runtime.wire import WireFormat, mode
+from lightning_seq1f1b.runtime.trace import StepTrace, measured
+from lightning_seq1f1b.runtime.transport import Transport
+from lightning_seq1f1b.runtime.weight_queue import WeightQueue
+from lightning_seq1f1b.runtime.wire import Formats, mode
 from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
 from lightning_seq1f1b.schedule.plan import Plan
 
 
 class Executor:
-    """Runs the actions of one pipeline rank.
+    """Runs the actions of one pipeline rank in their order; where backwards are split, W alone may run earlier.
+
+    While the data of the next F or I are not here, and where the next F would pass the plan's activation cap, the
+    oldest W that is due runs first. When the plan comes to a W, so many have run.
 
     Args:
         stages: the stages this rank holds, by stage number.
@@ -33,7 +38,7 @@ class Executor:
     ) -> None:
         self.stages, self.transport = stages, transport
         self.pipeline_rank, self.device = pipeline_rank, device
-        self._formats: dict[object, WireFormat] = {}
+        self._formats: dict[object, Formats] = {}
 
     def run(self, plan: Plan, microbatches: Sequence[Microbatch], trace: StepTrace | None = None) -> Tensor | None:
         """Execute this rank's actions of one step.
@@ -51,78 +56,94 @@ class Executor:
         Raises:
             RuntimeError: when something is still alive after the last action, which is a fault of the plan.
         """
-        return _Step(self, plan, microbatches, trace).run()
+        formats = self._formats.setdefault(mode(self.device), {})
+        messages = Messages(plan, self.pipeline_rank, self.transport, formats, microbatches, self.device)
+        loss = _Step(self, plan, messages, microbatches, trace).run()
+        self.transport.finish()
+        return loss
 
 
 class _Step:
     """Everything that is alive during one step, and nothing else: it is dropped as a whole at the end."""
 
     def __init__(
-        self, executor: Executor, plan: Plan, microbatches: Sequence[Microbatch], trace: StepTrace | None
+        self,
+        executor: Executor,
+        plan: Plan,
+        messages: Messages,
+        microbatches: Sequence[Microbatch],
+        trace: StepTrace | None,
     ) -> None:
-        self.stages, self.transport, self.device = executor.stages, executor.transport, executor.device
-        self.formats, self.mode = executor._formats, mode(executor.device)
-        self.plan, self.actions = plan, plan.actions[executor.pipeline_rank]
-        self.microbatches, self.trace = microbatches, trace
+        self.stages, self.device = executor.stages, executor.device
+        self.plan, self.actions = plan, plan.actions_of(executor.pipeline_rank)
+        self.messages, self.microbatches, self.trace = messages, microbatches, trace
         self.states: dict[tuple[int, int], MicrobatchState] = {}
         self.in_flight: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = {}
-        self.outgoing: dict[Action, Tensor] = {}
-        self.arriving: dict[Action, Arrival] = {}
-        self.unposted: list[Action] = []
-        self.departures = Departures(plan)
-        self.loss: Tensor | None = None
-        self.handlers = {
-            Kind.F: self.forward,
-            Kind.B: self.backward,
-            Kind.SEND_F: self.send,
-            Kind.SEND_B: self.send,
-            Kind.RECV_F: self.post_receive,
-            Kind.RECV_B: self.post_receive,
+        self.splits = {
+            index: SplitBackward(stage.linears) for index, stage in self.stages.items() if plan.splits_backward
         }
+        self.weights = WeightQueue(trace, self.device)
+        self.num_forwards = 0
+        self.loss: Tensor | None = None
 
     def run(self) -> Tensor | None:
+        handlers = {
+            Kind.F: self.forward,
+            Kind.B: self.backward,
+            Kind.I: self.backward,
+            Kind.W: self.weight,
+            Kind.SEND_F: self.messages.send,
+            Kind.SEND_B: self.messages.send,
+            Kind.RECV_F: self.messages.receive,
+            Kind.RECV_B: self.messages.receive,
+        }
         with torch.set_grad_enabled(self.plan.trains):
             for action in self.actions:
-                self.handlers[action.kind](action)
-            self.transport.finish()
-        stores: tuple[Mapping[object, object], ...] = (self.states, self.in_flight, self.outgoing, self.arriving)  # type: ignore[assignment]
-        if any(stores):
-            raise RuntimeError(f"the {self.plan.schedule} plan left {[list(store) for store in stores]} behind")
+                handlers[action.kind](action)
+        left = [*self.states, *self.in_flight, *self.messages.left()]
+        if left or self.weights:
+            raise RuntimeError(
+                f"the {self.plan.schedule} plan left {left} and {len(self.weights)} weight gradients behind"
+            )
         return self.loss
-
-    # ---- compute -------------------------------------------------------------------------------------------------
 
     def forward(self, action: Action) -> None:
         stage, unit = self.stages[action.stage], action.unit
         microbatch = self.microbatches[unit.microbatch]
         key = (action.stage, unit.microbatch)
+        cap = self.plan.activation_cap
+        while self.weights and cap is not None and self.num_forwards - self.weights.done >= cap:
+            self.weights.run_oldest()
         hidden = None
         if action.stage > 0:
-            hidden = self.received(Action(Kind.RECV_F, action.stage, unit)).requires_grad_(self.plan.trains)
+            hidden = self.taken(Action(Kind.RECV_F, action.stage, unit)).requires_grad_(self.plan.trains)
         if unit.chunk == 0:
             self.states[key] = stage.open(microbatch, training=self.plan.trains)
-        with self.measure(action):
+        with measured(self.trace, action), self.deferring(action.stage):
             output = stage.forward(microbatch.chunks[unit.chunk], hidden, self.states[key])
+        self.weights.launched()
+        self.num_forwards += 1
         if action.stage == stage.num_stages - 1:
             # Sums in float32 at least: under bf16-true a bfloat16 sum would lose the small chunks.
             loss = output.detach().to(torch.promote_types(output.dtype, torch.float32))
             self.loss = loss if self.loss is None else self.loss + loss
         else:
-            self.outgoing[Action(Kind.SEND_F, action.stage, unit)] = output.detach()
+            self.messages.give(Action(Kind.SEND_F, action.stage, unit), output.detach())
         if self.plan.trains:
             self.in_flight[action.stage, unit] = (hidden, output)
         elif unit.chunk == self.plan.num_chunks - 1:
             self.states.pop(key).close()
 
     def backward(self, action: Action) -> None:
+        """B, or I, which leaves what W needs."""
         stage, unit = self.stages[action.stage], action.unit
         key = (action.stage, unit.microbatch)
         hidden, output = self.in_flight.pop((action.stage, unit))
         gradient = None
         if action.stage < stage.num_stages - 1:
-            gradient = self.received(Action(Kind.RECV_B, action.stage, unit))
-        state = self.states[key]
-        with self.measure(action):
+            gradient = self.taken(Action(Kind.RECV_B, action.stage, unit))
+        state, deferred = self.states[key], DeferredGradients()
+        with measured(self.trace, action), self.deferring(action.stage, deferred):
             carried, carried_gradients = state.carried(unit.chunk)
             roots = [(output, gradient), *zip(carried, carried_gradients, strict=True)]
             roots = [(root, grad) for root, grad in roots if root.requires_grad]
@@ -131,58 +152,22 @@ class _Step:
                 with torch.autocast(self.device.type, enabled=False):
                     torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         del output, roots, carried, carried_gradients
+        if action.kind is Kind.I:
+            self.weights.add(Action(Kind.W, action.stage, unit), deferred)
+        self.weights.launched()
         if hidden is not None:
             # Without a path to its input (a stage of frozen modules) the gradient is zero.
             sent = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-            self.outgoing[Action(Kind.SEND_B, action.stage, unit)] = sent
+            self.messages.give(Action(Kind.SEND_B, action.stage, unit), sent)
         if unit.chunk == 0:
             self.states.pop(key).close()
 
-    def measure(self, action: Action):  # type: ignore[no-untyped-def]
-        return nullcontext() if self.trace is None else self.trace.measure(action)
+    def weight(self, action: Action) -> None:
+        self.weights.run_planned()
 
-    # ---- messages ------------------------------------------------------------------------------------------------
+    def taken(self, receive: Action) -> Tensor:
+        self.weights.fill(lambda: self.messages.is_here(receive))
+        return self.messages.take(receive)
 
-    def send(self, action: Action) -> None:
-        tensor = self.outgoing.pop(action)
-        if action.kind is Kind.SEND_F:
-            boundary, destination, direction = action.stage, action.stage + 1, FORWARD
-            self.announce(boundary, tensor)
-        else:
-            destination, direction = action.stage - 1, BACKWARD
-        departure = self.transport.send(tensor, self.plan.stage_to_rank[destination], direction)
-        self.departures.add(action, departure)
-
-    def announce(self, boundary: int, tensor: Tensor) -> None:
-        """Tell the next stage the format before the first activation of this mode, and hold later ones to it."""
-        form, key = WireFormat.of(tensor), (boundary, self.mode)
-        if key not in self.formats:
-            self.formats[key] = form
-            self.transport.send(form.encode(self.device), self.plan.stage_to_rank[boundary + 1], FORWARD)
-            for receive in self.unposted:
-                self.post_receive(receive)
-            self.unposted.clear()
-        elif self.formats[key] != form:
-            raise RuntimeError(f"stage {boundary} gave {form}, but announced {self.formats[key]}")
-
-    def post_receive(self, action: Action) -> None:
-        """Start a receive; a gradient's waits for the stage's first output where its format is not known yet."""
-        boundary = action.stage - 1 if action.kind is Kind.RECV_F else action.stage
-        source = boundary if action.kind is Kind.RECV_F else boundary + 1
-        direction = FORWARD if action.kind is Kind.RECV_F else BACKWARD
-        source_rank = self.plan.stage_to_rank[source]
-        key = (boundary, self.mode)
-        if key not in self.formats:
-            if action.kind is Kind.RECV_B:
-                self.unposted.append(action)
-                return
-            header = self.transport.receive((2,), torch.int64, source_rank, FORWARD).wait()
-            self.formats[key] = WireFormat.decode(header)
-        form, microbatch = self.formats[key], self.microbatches[action.unit.microbatch]
-        shape = (microbatch.rows, microbatch.chunks[action.unit.chunk].span.length, form.hidden_size)
-        self.arriving[action] = self.transport.receive(shape, form.dtype, source_rank, direction)
-
-    def received(self, action: Action) -> Tensor:
-        tensor = self.arriving.pop(action).wait()
-        self.departures.release(action)
-        return tensor
+    def deferring(self, stage: int, store: DeferredGradients | None = None) -> AbstractContextManager[None]:
+        return self.splits[stage].deferring(store) if self.splits else nullcontext()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_seq1f1b.runtime.agreement import check_same_batch
+from lightning_seq1f1b.runtime.agreement import check_same_batch, check_same_plan
 from lightning_seq1f1b.runtime.batching import cut_batch, split_rows
 from lightning_seq1f1b.runtime.executor import Executor
 from lightning_seq1f1b.runtime.gradients import sum_where_any
@@ -21,6 +21,7 @@ from lightning_seq1f1b.runtime.transport import BACKWARD, FORWARD, ProcessTransp
 from lightning_seq1f1b.schedule.costs import ModelShape
 from lightning_seq1f1b.schedule.partition import partition
 from lightning_seq1f1b.schedule.plan import Plan, make_plan
+from lightning_seq1f1b.schedule.policies import POLICIES
 from lightning_seq1f1b.schedule.spans import Span
 
 FORWARD_ONLY = "forward"
@@ -29,7 +30,7 @@ FORWARD_ONLY = "forward"
 MIN_AUTO_CHUNK = 1024
 """Tokens below which an automatic choice makes no further chunk: smaller kernels lose more than the bubble gains."""
 
-MAX_AUTO_CHUNKS_PER_STAGE = 4
+MAX_AUTO_CHUNKS_PER_RANK = 4
 """An automatic choice stops here: the bubble, (p - 1) T / k, is then under a quarter of one microbatch's time."""
 
 
@@ -41,15 +42,26 @@ class Cutting:
         schedule: name of a policy, such as "seq1f1b".
         num_microbatches: at most this many; None for one sequence each.
         num_chunks: chunks of every sequence; None to choose by its length.
-        partition: "balanced" (equal work), "even" (equal tokens), or the chunks' lengths.
+        partition: "balanced" (equal work), "even" (equal tokens), a number between 0 (even) and 1 (balanced), or the
+            chunks' lengths.
         multiple: chunk lengths are rounded to it where the sequence is long enough.
+        virtual_stages: stages on each rank.
+        memory_knob: see `schedule.plan.make_plan`.
+        activation_cap: see `schedule.plan.make_plan`.
     """
 
     schedule: str = "seq1f1b"
     num_microbatches: int | None = None
     num_chunks: int | None = None
-    partition: str | Sequence[int] = "balanced"
+    partition: float | Sequence[int] | str = "balanced"
     multiple: int = 1
+    virtual_stages: int = 1
+    memory_knob: int | None = None
+    activation_cap: int | None = None
+
+    def for_batch(self, rows: int, length: int) -> Cutting:
+        """How a batch of `rows` sequences of `length` tokens is cut: like any other, unless a subclass decides."""
+        return self
 
     def spans(self, length: int, num_stages: int, shape: ModelShape) -> tuple[Span, ...]:
         """The chunks of a sequence of `length` tokens."""
@@ -58,36 +70,44 @@ class Cutting:
     def _chunks(self, length: int, num_stages: int) -> int:
         if self.num_chunks is not None:
             return self.num_chunks
-        if not isinstance(self.partition, str):
+        if isinstance(self.partition, Sequence) and not isinstance(self.partition, str):
             return len(self.partition)
-        if self.schedule == "1f1b":
+        if POLICIES[self.schedule].whole_rows:
             return 1
-        return max(1, min(length // MIN_AUTO_CHUNK, MAX_AUTO_CHUNKS_PER_STAGE * num_stages))
+        return max(1, min(length // MIN_AUTO_CHUNK, MAX_AUTO_CHUNKS_PER_RANK * num_stages))
 
     def plan(self, rows: int, spans: Sequence[Span], num_stages: int, *, training: bool) -> Plan:
         """The verified plan for a batch of `rows` sequences."""
         schedule = self.schedule if training else FORWARD_ONLY
-        return make_plan(schedule, num_stages, len(split_rows(rows, self.num_microbatches)), len(spans))
+        return make_plan(
+            schedule,
+            num_stages,
+            len(split_rows(rows, self.num_microbatches)),
+            len(spans),
+            virtual_stages=self.virtual_stages,
+            memory_knob=self.memory_knob if training else None,
+            activation_cap=self.activation_cap if training else None,
+        )
 
 
 class Pipeline:
     """Runs batches through all stages; one object on every process.
 
     Args:
-        stage: the stage this process holds.
+        stages: the stages this process holds, by their index.
         topology: where this process stands.
         groups: its process groups.
         cutting: how batches are cut.
         shape: the model's dimensions, for chunks of equal work.
-        tied: parameters of this stage that the last, or first, stage holds too.
-        outside: parameters that every stage holds; hooks may use them within some stage's layers.
+        tied: parameters of this rank that the last, or first, rank holds too.
+        outside: parameters that every rank holds; hooks may use them within some stage's layers.
         loss_dtype: of the returned loss; float32, or float64 for a double-precision model.
-        device: where the stage computes.
+        device: where the stages compute.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[int, Stage],
         topology: Topology,
         groups: Groups,
         cutting: Cutting,
@@ -102,10 +122,11 @@ class Pipeline:
         self.loss_dtype, self.device = loss_dtype, device
         directions = {FORWARD: groups.forward, BACKWARD: groups.backward}
         transport = ProcessTransport(topology.pipeline_ranks, directions, device)
-        self.executor = Executor({stage.index: stage}, transport, topology.pipeline_rank, device)
-        # Dropout on the CPU draws from the process's generator. Stages draw different amounts, so the step runs on a
-        # stream of its own: outside it all stages stay in step, and a RandomSampler shuffles alike on all of them.
+        self.executor = Executor(stages, transport, topology.pipeline_rank, device)
+        # Dropout on the CPU draws from the process's generator. Ranks draw different amounts, so the step runs on a
+        # stream of its own: outside it all ranks stay in step, and a RandomSampler shuffles alike on all of them.
         self._random_state: Tensor | None = None
+        self._agreed: set[int] = set()
 
     def run(self, batch: Mapping[str, Tensor], *, training: bool, trace: StepTrace | None = None) -> Tensor:
         """Run one batch; gradients are added to the parameters' `.grad` when `training`.
@@ -119,17 +140,19 @@ class Pipeline:
             The batch's loss, 0-d, without autograd, equal on all pipeline ranks.
 
         Raises:
-            ValueError: on every rank, before any activation moves, when the ranks' batches differ or the batch cannot
-                be cut as asked.
+            ValueError: on every rank, before any activation moves, when the ranks' batches or plans differ or the batch
+                cannot be cut as asked.
         """
         # Also what else decides the plan, which must be the same on all ranks.
         settings = {"gradients enabled": torch.tensor(training)}
         check_same_batch({**batch, **settings}, self.groups.control)
         rows, length = batch["input_ids"].shape
-        stages = self.topology.num_stages
-        spans = self.cutting.spans(length, stages, self.shape)
-        plan = self.cutting.plan(rows, spans, stages, training=training)
-        microbatches = cut_batch(batch, self.cutting.num_microbatches, spans)
+        ranks = self.topology.num_stages
+        cutting = self.cutting.for_batch(rows, length)
+        spans = cutting.spans(length, ranks, self.shape)
+        plan = cutting.plan(rows, spans, ranks, training=training)
+        microbatches = cut_batch(batch, cutting.num_microbatches, spans)
+        self._check_same_plan(plan, spans)
         if trace is not None:
             trace.plan, trace.spans = plan, spans
         with self._own_random_stream():
@@ -140,6 +163,13 @@ class Pipeline:
                 sum_where_any(self.tied, self.groups.ends)
             sum_where_any(self.outside, self.groups.pipeline)
         return self._share(loss)
+
+    def _check_same_plan(self, plan: Plan, spans: Sequence[Span]) -> None:
+        """Compare plans where they are new: a planner that saw another machine on another rank decides otherwise."""
+        identity = hash((plan.rows, tuple((span.start, span.stop) for span in spans)))
+        if identity not in self._agreed:
+            check_same_plan(identity, self.groups.control)
+            self._agreed.add(identity)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:

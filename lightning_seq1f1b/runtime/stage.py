@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
+from lightning_seq1f1b.runtime.linear_layers import LinearLayer
 
 
 class MicrobatchState(Protocol):
@@ -37,6 +38,11 @@ class Stage(Protocol):
     @property
     def num_stages(self) -> int:
         """Number of stages of the whole model."""
+        ...
+
+    @property
+    def linears(self) -> Sequence[LinearLayer]:
+        """Its linear layers whose weight gradients may come later than all others; may be empty."""
         ...
 
     def open(self, microbatch: Microbatch, *, training: bool) -> MicrobatchState:

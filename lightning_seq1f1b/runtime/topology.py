@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -58,24 +59,38 @@ class Topology:
         return tuple(range(first, first + self.num_stages))
 
 
+class Lanes(NamedTuple):
+    """Two process groups of the same processes, so that between two ranks each carries messages one way only.
+
+    Messages between two ranks carry no tag on NCCL and so match in order, and NCCL runs those of one pair one after
+    another whichever way they go. With several stages on a rank, activations go up from rank to rank and down again
+    from the last rank to the first; with two ranks these are the same pair.
+
+    Attributes:
+        up: from lower ranks to higher ones.
+        down: from higher ranks to lower ones.
+    """
+
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+
+
 @dataclass(frozen=True)
 class Groups:
     """Process groups of one process.
 
     Attributes:
         pipeline: the replica's processes.
-        forward: the same processes; carries activations. Each direction has a group of its own, because messages
-            between two ranks carry no tag on NCCL and so match in order: with two ranks, the previous and the next
-            rank are the same peer.
+        forward: the same processes; carries activations.
         backward: the same processes; carries gradients.
         control: the same processes, always over gloo on the CPU; carries small objects and checkpoints.
-        replica: the processes of all replicas that hold the same stage.
+        replica: the processes of all replicas that hold the same stages.
         ends: first and last pipeline rank of the replica, which share tied embeddings.
     """
 
     pipeline: dist.ProcessGroup
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    forward: Lanes
+    backward: Lanes
     control: dist.ProcessGroup
     replica: dist.ProcessGroup
     ends: dist.ProcessGroup
@@ -93,13 +108,18 @@ def make_groups(topology: Topology, timeout: timedelta) -> Groups:
     stages, world = topology.num_stages, topology.world_size
     for first in range(0, world, stages):
         pipeline = tuple(range(first, first + stages))
-        add("pipeline", pipeline)
-        add("forward", pipeline)
-        add("backward", pipeline)
+        for name in ("pipeline", "forward up", "forward down", "backward up", "backward down"):
+            add(name, pipeline)
         add("control", pipeline, "gloo")
         ends = tuple(sorted({pipeline[0], pipeline[-1]}))
         add("ends", ends)
     for stage in range(stages):
         add("replica", tuple(range(stage, world, stages)))
-    mine.setdefault("ends", mine["pipeline"])
-    return Groups(**mine)
+    return Groups(
+        pipeline=mine["pipeline"],
+        forward=Lanes(mine["forward up"], mine["forward down"]),
+        backward=Lanes(mine["backward up"], mine["backward down"]),
+        control=mine["control"],
+        replica=mine["replica"],
+        ends=mine.get("ends", mine["pipeline"]),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,8 @@ class StepTrace:
             timing is free.
         plan: what was executed.
         spans: the chunks' token ranges.
-        events: one for each compute action, in seconds of a clock that all processes of one machine share.
+        events: one for each compute action in the order in which they ran, which for W may differ from the plan's; in
+            seconds of a clock that all processes of one machine share.
     """
 
     rank: int
@@ -45,3 +46,8 @@ class StepTrace:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+def measured(trace: StepTrace | None, action: Action) -> AbstractContextManager[None]:
+    """Times the body as `action` where there is a trace."""
+    return nullcontext() if trace is None else trace.measure(action)

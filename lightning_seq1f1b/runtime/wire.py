@@ -43,6 +43,10 @@ class WireFormat:
         return cls(hidden_size, _DTYPES[index])
 
 
+Formats = dict[int, WireFormat]
+"""By the stage that gives the tensor; the gradients that come back have the same format."""
+
+
 def mode(device: torch.device) -> tuple[bool, torch.dtype | None]:
     """What a boundary's format depends on besides the model: autocast and its dtype. Equal on both sides."""
     if not torch.is_autocast_enabled(device.type):

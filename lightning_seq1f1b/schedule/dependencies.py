@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
+from lightning_seq1f1b.schedule.actions import Action
+from lightning_seq1f1b.schedule.codes import B, Codes, F, I, W
 
 
-def dependencies(action: Action, num_stages: int, num_chunks: int) -> tuple[Action, ...]:
-    """The compute actions that must end before `action` starts.
+def dependencies(action: Action, codes: Codes) -> tuple[Action, ...]:
+    """The compute actions that must end before `action` starts; see `needs`.
+
+    Raises:
+        ValueError: if `action` does not compute.
+    """
+    if not action.computes:
+        raise ValueError(f"dependencies are stated for compute actions, not for {action}")
+    return codes.decode_row(needs(codes.encode(action), codes.num_indices, codes.units_on_a_stage, codes.num_chunks))
+
+
+def needs(code: int, num_indices: int, units_on_a_stage: int, num_chunks: int) -> list[int]:
+    """The codes of the compute actions that must end before a compute action starts.
 
     - F(s, i, c) needs F(s - 1, i, c), its input, and F(s, i, c - 1), whose keys and values it reads: the KV edge.
     - B(s, i, c) needs B(s + 1, i, c), its output gradient; B(s, i, c + 1), which leaves the gradients of the keys and
       values that chunk c wrote: the KV edge of the backward; and F(s, i, k - 1), the last forward that read them.
+    - I(s, i, c), the half of B that gives the input gradient, needs the same, with I in the place of B.
+    - W(s, i, c), the other half, needs I(s, i, c).
 
-    Raises:
-        ValueError: if `action` does not compute, or is half a backward.
+    Args:
+        code: the action, as `Codes` numbers it.
+        num_indices: `Codes.num_indices`.
+        units_on_a_stage: `Codes.units_on_a_stage`.
+        num_chunks: chunks of every microbatch.
+
+    Returns:
+        At most one action of another stage, and that one first.
     """
-    kind, stage, unit = action.kind, action.stage, action.unit
-    needed = []
-    if kind is Kind.F:
-        if stage > 0:
-            needed.append(Action(Kind.F, stage - 1, unit))
-        if unit.chunk > 0:
-            needed.append(Action(Kind.F, stage, Unit(unit.microbatch, unit.chunk - 1)))
-    elif kind is Kind.B:
-        if stage + 1 < num_stages:
-            needed.append(Action(Kind.B, stage + 1, unit))
-        if unit.chunk + 1 < num_chunks:
-            needed.append(Action(Kind.B, stage, Unit(unit.microbatch, unit.chunk + 1)))
-        needed.append(Action(Kind.F, stage, Unit(unit.microbatch, num_chunks - 1)))
+    index, kind = code >> 3, code & 7
+    found = []
+    if kind == F:
+        if index >= units_on_a_stage:
+            found.append(code - 8 * units_on_a_stage)
+        if index % num_chunks:
+            found.append(code - 8)
+    elif kind == W:
+        found.append(code - W + I)
     else:
-        raise ValueError(f"dependencies are stated for F and B, not for {action}")
-    return tuple(needed)
+        assert kind in (B, I), "dependencies are stated for compute actions"
+        if index + units_on_a_stage < num_indices:
+            found.append(code + 8 * units_on_a_stage)
+        last = index - index % num_chunks + num_chunks - 1
+        if index < last:
+            found.append(code + 8)
+        found.append(8 * last + F)
+    return found

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
-from lightning_seq1f1b.schedule.actions import Action
-from lightning_seq1f1b.schedule.dependencies import dependencies
-from lightning_seq1f1b.schedule.transfers import Channel, Transfer, transfer
+from lightning_seq1f1b.schedule.codes import Codes
+from lightning_seq1f1b.schedule.transfers import Channel, Transfer, transfers
 
 
-def lower(
-    compute: Sequence[Sequence[Action]], stage_to_rank: Sequence[int], num_chunks: int
-) -> tuple[tuple[Action, ...], ...]:
+def lower(compute: Sequence[Sequence[int]], stage_to_rank: Sequence[int], codes: Codes) -> tuple[tuple[int, ...], ...]:
     """Add a send after every compute action whose result another rank needs, and the receives for it there.
 
     Sends are non-blocking and stand right after their producer. A receive is a non-blocking post that stands one
@@ -27,46 +23,46 @@ def lower(
                   rank 1   1RECV_F0.0 1RECV_F0.1 1F0.0 1RECV_F1.0 1F0.1 1F1.0
 
     Args:
-        compute: compute actions of every rank, in order.
+        compute: codes of the compute actions of every rank, in order.
         stage_to_rank: the rank of every stage.
-        num_chunks: chunks of one microbatch.
+        codes: the numbering.
 
     Returns:
-        All actions of every rank, in order.
+        Codes of all actions of every rank, in order.
     """
-    num_stages = len(stage_to_rank)
-    outgoing: defaultdict[Action, list[Transfer]] = defaultdict(list)
-    for consumer in chain(*compute):
-        for producer in dependencies(consumer, num_stages, num_chunks):
-            if (message := transfer(producer, consumer, stage_to_rank)) is not None:
-                outgoing[producer].append(message)
+    num_indices, step = codes.num_indices, codes.units_on_a_stage
+    place = [0] * (8 * num_indices)
+    for row in compute:
+        for index, code in enumerate(row):
+            place[code] = index
+    sends: dict[int, int] = {}
     channels: defaultdict[Channel, list[Transfer]] = defaultdict(list)
-    for producer in chain(*compute):
-        for message in outgoing[producer]:
+    for row in compute:
+        for message in transfers(row, stage_to_rank, num_indices, step):
+            sends[message.producer] = message.send
             channels[message.channel].append(message)
-
-    place = {action: index for row in compute for index, action in enumerate(row)}
-    posts: list[list[list[Action]]] = [[[] for _ in row] for row in compute]
+    posts: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in compute]
     for channel, messages in channels.items():
-        for slot, message in _slots(messages, place):
-            posts[channel.destination][slot].append(message.receive)
+        _post(messages, place, posts[channel.destination])
+    lowered = []
+    for row, post in zip(compute, posts, strict=True):
+        actions: list[int] = []
+        for index, code in enumerate(row):
+            if index in post:
+                actions += post[index]
+            actions.append(code)
+            if code in sends:
+                actions.append(sends[code])
+        lowered.append(tuple(actions))
+    return tuple(lowered)
 
-    return tuple(
-        tuple(
-            chain.from_iterable(
-                (*received, action, *(message.send for message in outgoing[action]))
-                for received, action in zip(posts[rank], row, strict=True)
-            )
-        )
-        for rank, row in enumerate(compute)
-    )
 
-
-def _slots(messages: Sequence[Transfer], place: Mapping[Action, int]) -> list[tuple[int, Transfer]]:
-    """Before which compute action of the receiving rank each message of a channel is posted, in the sends' order."""
+def _post(messages: Sequence[Transfer], place: Sequence[int], posts: defaultdict[int, list[int]]) -> None:
+    """Put each receive of a channel before a compute action of the receiving rank, in the sends' order."""
     slots = []
     latest = len(place)
     for message in reversed(messages):
         latest = min(latest, max(place[message.consumer] - 1, 0))
-        slots.append((latest, message))
-    return slots[::-1]
+        slots.append(latest)
+    for slot, message in zip(reversed(slots), messages, strict=True):
+        posts[slot].append(message.receive)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from lightning_seq1f1b.schedule.costs import ModelShape, head_flops, layer_flops
+from lightning_seq1f1b.schedule.costs import ModelShape, flops_of_head, flops_of_layers
 from lightning_seq1f1b.schedule.spans import Span, spans
 from lightning_seq1f1b.schedule.suggest import unknown
 
-Partition: TypeAlias = str | Sequence[int]
-"""How to cut: "even", "balanced", or the chunks' lengths in tokens."""
+Partition: TypeAlias = str | float | Sequence[int]
+"""How to cut: "even", "balanced", a number from 0 (even) to 1 (balanced), or the chunks' lengths in tokens."""
 
 ChunkCost: TypeAlias = Callable[[int, int], float]
 """(start, stop) -> cost of the tokens `start` to `stop` of a row, given everything before them."""
@@ -19,26 +19,39 @@ ChunkCost: TypeAlias = Callable[[int, int], float]
 _NAMES = ("even", "balanced")
 
 
-def partition(spec: Partition, length: int, num_chunks: int, shape: ModelShape, multiple: int = 1) -> tuple[Span, ...]:
+def partition(
+    spec: Partition,
+    length: int,
+    num_chunks: int,
+    shape: ModelShape,
+    multiple: int = 1,
+    *,
+    cost: ChunkCost | None = None,
+) -> tuple[Span, ...]:
     """Cut a row as the user asks.
 
     Args:
-        spec: "even", "balanced", or the length of every chunk.
+        spec: "even", "balanced", a number from 0 (even) to 1 (balanced) for boundaries in between, or the length of
+            every chunk.
         length: tokens of the row.
         num_chunks: chunks to make.
         shape: the architecture, whose FLOPs "balanced" equalises.
-        multiple: what "balanced" rounds to, see `balanced`.
+        multiple: what all but "even" and 0 round to, see `balanced`.
+        cost: what "balanced" equalises in place of FLOPs, such as measured times.
 
     Raises:
-        ValueError: for an unknown name, lengths that do not make `num_chunks` non-empty chunks of the row, or more
-            chunks than tokens.
+        ValueError: for an unknown name, a number outside [0, 1], lengths that do not make `num_chunks` non-empty
+            chunks of the row, or more chunks than tokens.
     """
     if isinstance(spec, str):
-        if spec == "even":
-            return even(length, num_chunks)
-        if spec == "balanced":
-            return balanced(length, num_chunks, shape, multiple)
-        raise ValueError(unknown("partition", spec, _NAMES) + ", or give the chunk lengths as a list")
+        if spec not in _NAMES:
+            raise ValueError(
+                unknown("partition", spec, _NAMES)
+                + ", or give a number from 0 (even) to 1 (balanced), or the chunk lengths as a list"
+            )
+        spec = float(spec == "balanced")
+    if isinstance(spec, (int, float)):
+        return between(float(spec), length, num_chunks, cost or training_flops(shape), multiple)
     lengths = tuple(spec)
     if len(lengths) != num_chunks:
         raise ValueError(
@@ -61,8 +74,7 @@ def even(length: int, num_chunks: int) -> tuple[Span, ...]:
         ValueError: if there are more chunks than tokens.
     """
     _check(length, num_chunks)
-    bounds = [index * length // num_chunks for index in range(num_chunks + 1)]
-    return tuple(Span(start, stop) for start, stop in pairwise(bounds))
+    return _between_bounds([index * length // num_chunks for index in range(num_chunks + 1)])
 
 
 def balanced(length: int, num_chunks: int, shape: ModelShape, multiple: int = 1) -> tuple[Span, ...]:
@@ -78,11 +90,17 @@ def balanced(length: int, num_chunks: int, shape: ModelShape, multiple: int = 1)
     Raises:
         ValueError: if there are more chunks than tokens, or `multiple` is below 1.
     """
+    return equal_cost(length, num_chunks, training_flops(shape), multiple)
+
+
+def training_flops(shape: ModelShape) -> ChunkCost:
+    """FLOPs of forward and backward of a token range, all layers and the head."""
 
     def flops(start: int, stop: int) -> float:
-        return shape.num_layers * layer_flops(shape, start, stop) + head_flops(shape, start, stop)
+        layers = flops_of_layers(shape, range(shape.num_layers), start, stop)
+        return (layers + flops_of_head(shape, start, stop)).training
 
-    return equal_cost(length, num_chunks, flops, multiple)
+    return flops
 
 
 def equal_cost(length: int, num_chunks: int, cost: ChunkCost, multiple: int = 1) -> tuple[Span, ...]:
@@ -100,20 +118,48 @@ def equal_cost(length: int, num_chunks: int, cost: ChunkCost, multiple: int = 1)
     Raises:
         ValueError: as in `balanced`.
     """
+    return between(1.0, length, num_chunks, cost, multiple)
+
+
+def between(boundary: float, length: int, num_chunks: int, cost: ChunkCost, multiple: int = 1) -> tuple[Span, ...]:
+    """Cut a row somewhere between equal tokens and equal cost: less memory and larger kernels, or a smaller bubble.
+
+    Every boundary lies that far on the way from its even place to its balanced place, and is then rounded.
+
+    Args:
+        boundary: 0 for `even`, 1 for `equal_cost`.
+        length: tokens of the row.
+        num_chunks: chunks to make.
+        cost: as in `equal_cost`.
+        multiple: as in `balanced`; at 0, chunks are even to a token instead.
+
+    Raises:
+        ValueError: as in `balanced`, or if `boundary` is not a number from 0 to 1.
+    """
+    if not 0 <= boundary <= 1:
+        raise ValueError(f"a partition given as a number lies between 0 (even) and 1 (balanced), not at {boundary}")
     _check(length, num_chunks)
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, not {multiple}")
+    if boundary == 0:
+        return even(length, num_chunks)
     share = cost(0, length) / num_chunks
     starts = [length]
     for index in range(num_chunks - 1, 0, -1):
         starts.append(_start_of_chunk(index, starts[-1], share, cost))
-    inner = starts[:0:-1]
+    inner = [
+        boundary * start + (1 - boundary) * (index * length / num_chunks)
+        for index, start in enumerate(starts[:0:-1], start=1)
+    ]
     while True:
-        rounded = [(start + multiple // 2) // multiple * multiple for start in inner]
-        bounds = [0, *rounded, length]
+        bounds = [0, *(int(start + multiple / 2) // multiple * multiple for start in inner), length]
         if all(start < stop for start, stop in pairwise(bounds)):
-            return tuple(Span(start, stop) for start, stop in pairwise(bounds))
+            return _between_bounds(bounds)
         multiple //= 2
+
+
+def _between_bounds(bounds: Sequence[int]) -> tuple[Span, ...]:
+    return tuple(Span(start, stop) for start, stop in pairwise(bounds))
 
 
 def _start_of_chunk(index: int, stop: int, share: float, cost: ChunkCost) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 
-from lightning_seq1f1b.schedule.actions import Action, Kind
-from lightning_seq1f1b.schedule.global_order import global_order
+from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
+from lightning_seq1f1b.schedule.codes import Codes
 from lightning_seq1f1b.schedule.plan import Plan
-from lightning_seq1f1b.schedule.requirements import requirements
-from lightning_seq1f1b.schedule.timeline import Event, Time, bubble, busy_time, makespan
+from lightning_seq1f1b.schedule.plan_error import PlanError
+from lightning_seq1f1b.schedule.play import Durations, Play, expand, play
+from lightning_seq1f1b.schedule.timeline import Event, Time
+from lightning_seq1f1b.schedule.unit_times import UnitTimes
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Costs:
         weight_grad: time of the part of its backward that gives the gradients of the weights.
         num_chunks: chunks that share those times.
         chunk_weights: how the chunks share them, one positive number for each; None for equal shares.
+        virtual_stages: stages of a rank that share them equally.
     """
 
     forward: Time
@@ -30,6 +34,7 @@ class Costs:
     weight_grad: Time
     num_chunks: int
     chunk_weights: tuple[Time, ...] | None = None
+    virtual_stages: int = 1
 
     def __post_init__(self) -> None:
         """Refuse times that are negative or infinite, and weights that do not fit.
@@ -46,11 +51,24 @@ class Costs:
             raise ValueError(f"chunk_weights must be {self.num_chunks} positive numbers, not {weights}")
 
     def __call__(self, action: Action) -> Time:
-        """The time of a forward, or of a backward that gives both gradients."""
-        whole = {Kind.F: self.forward, Kind.B: self.input_grad + self.weight_grad}[action.kind]
+        """The time of a compute action; a B gives both gradients, I and W one each."""
+        whole = {
+            Kind.F: self.forward,
+            Kind.B: self.input_grad + self.weight_grad,
+            Kind.I: self.input_grad,
+            Kind.W: self.weight_grad,
+        }[action.kind]
         if self.chunk_weights is None:
-            return whole / self.num_chunks
-        return whole * self.chunk_weights[action.unit.chunk] / sum(self.chunk_weights)
+            return whole / (self.num_chunks * self.virtual_stages)
+        return whole * self.chunk_weights[action.unit.chunk] / (sum(self.chunk_weights) * self.virtual_stages)
+
+    def unit_times(self, num_stages: int) -> UnitTimes:
+        """The same times, by stage and chunk."""
+
+        def alike(kind: Kind) -> tuple[tuple[Time, ...], ...]:
+            return (tuple(self(Action(kind, 0, Unit(0, chunk))) for chunk in range(self.num_chunks)),) * num_stages
+
+        return UnitTimes(alike(Kind.F), alike(Kind.I), alike(Kind.W))
 
 
 @dataclass(frozen=True)
@@ -62,61 +80,66 @@ class Simulation:
         bubble: the makespan minus a rank's work, the largest over ranks.
         work: computing time of every rank.
         peak_units: the most units whose activations a rank holds at once, for every rank.
-        timeline: every compute action, in an order in which the ranks could run them one at a time.
     """
 
     makespan: Time
     bubble: Time
     work: tuple[Time, ...]
     peak_units: tuple[int, ...]
-    timeline: tuple[Event, ...]
+    _play: Play
+    _codes: Codes
+
+    @cached_property
+    def timeline(self) -> tuple[Event, ...]:
+        """Every compute action, in an order in which the ranks could run them one at a time."""
+        decode = self._codes.decode
+        return tuple(Event(rank, decode(code), start, end) for rank, code, start, end in self._play.actions)
 
 
 def simulate(plan: Plan, costs: Callable[[Action], Time], latency: Time = 0) -> Simulation:
     """Play a plan, in time linear in its actions; exact when the times are fractions.
 
-    Every rank runs its actions in order. Sends and receives take no time of the rank: the data is there `latency` after
-    both ends are posted, and the compute action that needs it waits.
+    Every rank runs its compute actions in the plan's order. Sends and receives take no time of the rank: the data is
+    there `latency` after its producer's end, and the compute action that needs it waits.
+
+    A unit is held from the start of its forward to the end of its backward (of W where it is split, of the forward
+    where the plan has no backwards).
 
     Args:
         plan: what to play.
-        costs: the time of a compute action, such as a `Costs`.
+        costs: the time of a compute action, such as a `UnitTimes` or `Costs`.
         latency: how long a transfer takes.
 
     Raises:
         PlanError: if the plan stalls, which a verified plan never does.
     """
-    waits_for = requirements(plan.stage_to_rank, plan.num_microbatches, plan.num_chunks, trains=plan.trains).waits_for
-    clock: list[Time] = [0] * len(plan.actions)
-    end: dict[Action, Time] = {}
-    timeline = []
-    for rank, action in global_order(plan.actions, waits_for):
-        if action.computes:
-            arrivals = (end[needed] + (0 if needed.computes else latency) for needed in waits_for[action])
-            start = max(clock[rank], *arrivals, 0)
-            clock[rank] = start + costs(action)
-            timeline.append(Event(rank, action, start, clock[rank]))
-        end[action] = clock[rank]
-    busy = busy_time(timeline)
+    rows = plan.compute_rows
+    played = play(rows, plan.stage_to_rank, plan.codes, durations(plan, costs), latency)
+    if played.waiting:
+        rank, code = min(played.waiting.items())
+        reason = f"the plan stalls: rank {rank} waits for {plan.codes.decode(code)}"
+        raise PlanError(reason, plan.rows, plan.codes, rank, len(plan.rows[rank]))
+    work: list[Time] = [0] * len(rows)
+    for rank, _, start, end in played.actions:
+        work[rank] += end - start
+    makespan = max((end for *_, end in played.actions), default=0)
     return Simulation(
-        makespan=makespan(timeline),
-        bubble=bubble(timeline),
-        work=tuple(busy[rank] for rank in range(len(clock))),
-        peak_units=tuple(peak_units(row, trains=plan.trains) for row in plan.compute),
-        timeline=tuple(timeline),
+        makespan=makespan,
+        bubble=makespan - min(work),
+        work=tuple(work),
+        peak_units=tuple(played.peaks) if plan.trains else (1,) * len(rows),
+        _play=played,
+        _codes=plan.codes,
     )
 
 
-def peak_units(compute: Sequence[Action], *, trains: bool) -> int:
-    """The most units whose activations one rank holds at once.
-
-    A unit is held from the start of its forward to the end of its backward, or of its forward if the plan has no
-    backwards.
-    """
-    if not trains:
-        return 1
-    held = peak = 0
-    for action in compute:
-        held += 1 if action.kind is Kind.F else -1
-        peak = max(peak, held)
-    return peak
+def durations(plan: Plan, costs: Callable[[Action], Time]) -> Durations:
+    """The times of all compute actions of a plan; fast for `UnitTimes` and `Costs`, which know no microbatch."""
+    if isinstance(costs, Costs):
+        costs = costs.unit_times(plan.num_stages)
+    if isinstance(costs, UnitTimes):
+        return expand(costs, plan.num_microbatches)
+    by_kind: list[list[Time]] = [[0] * plan.codes.num_indices for _ in range(4)]
+    for code in (code for row in plan.compute_rows for code in row):
+        by_kind[code & 7][code >> 3] = costs(plan.codes.decode(code))
+    return Durations(*by_kind)

@@ -1,31 +1,33 @@
-"""Proves that a plan is complete, ordered, matched between ranks, and free of deadlock."""
+"""Proves that a plan is complete, ordered, matched between ranks, within its cap, and free of deadlock."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from lightning_seq1f1b.schedule.actions import Action
-from lightning_seq1f1b.schedule.global_order import global_order
+from lightning_seq1f1b.schedule.codes import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, W
+from lightning_seq1f1b.schedule.dependencies import needs
 from lightning_seq1f1b.schedule.plan_error import PlanError
-from lightning_seq1f1b.schedule.requirements import Requirements, requirements
-from lightning_seq1f1b.schedule.transfers import Channel, Transfer
+from lightning_seq1f1b.schedule.stalls import global_order
+from lightning_seq1f1b.schedule.transfers import Channel, Transfer, transfers
 
 if TYPE_CHECKING:
     from lightning_seq1f1b.schedule.plan import Plan
 
-Cell = tuple[int, int]
-"""Where an action stands: its rank, and its place among the rank's actions."""
+_NOWHERE = -1
 
 
 def verify(plan: Plan) -> None:
     """Check a plan for all ranks together, in time linear in its actions.
 
-    - Complete: every unit's forward, and backward if the plan trains, stands exactly once, on the rank of its stage,
-      and so does the send and the receive of everything that crosses from rank to rank. Nothing else stands there.
+    - Complete: every unit's forward, and backward (or its two halves) if the plan trains, stands exactly once, on the
+      rank of its stage, and so does the send and the receive of everything that crosses from rank to rank. Nothing
+      else stands there.
     - Ordered: on every rank an action stands after what it waits for, KV edges included.
     - Matched: on every channel the receives are posted in the order of the sends.
+    - Within its cap: no rank holds more units at once than `plan.activation_cap`.
     - Free of deadlock: run together, with sends that do not block and receives posted in order, all ranks end.
 
     Raises:
@@ -33,97 +35,160 @@ def verify(plan: Plan) -> None:
         ValueError: if the plan does not have a row of actions for every rank.
     """
     _check_size(plan)
-    needed = requirements(plan.stage_to_rank, plan.num_microbatches, plan.num_chunks, trains=plan.trains)
-    cells = _locate(plan, needed)
-    _check_complete(plan, needed, cells)
-    _check_compute(plan)
-    _check_ordered(plan, needed, cells)
-    _check_channels(plan, needed, cells)
-    global_order(plan.actions, needed.waits_for)
+    rank_of = _expected_ranks(plan)
+    place = _locate(plan, rank_of)
+    messages = _messages(plan)
+    sent_by = {message.producer: message.send for message in messages}
+    _check_complete(plan, rank_of, place, messages)
+    _check_messages_ordered(plan, place, messages)
+    _check_channels(plan, place, messages)
+    _check_cap(plan)
+    try:
+        global_order(plan.rows, plan.codes, sent_by)
+    except PlanError:
+        _check_compute_ordered(plan, place, sent_by)  # which says more than that the ranks stall
+        raise
 
 
 def _check_size(plan: Plan) -> None:
     ranks = len(set(plan.stage_to_rank))
-    sizes = (len(plan.stage_to_rank), max(plan.stage_to_rank) + 1, len(plan.compute), len(plan.actions))
-    if sizes != (plan.num_stages, ranks, ranks, ranks):
+    if (len(plan.stage_to_rank), max(plan.stage_to_rank) + 1, len(plan.rows)) != (plan.num_stages, ranks, ranks):
         raise ValueError(
-            f"a plan of {plan.num_stages} stages needs a rank for every stage, and a row of compute actions and a row "
-            f"of actions for every rank; stage_to_rank is {plan.stage_to_rank}, and there are {len(plan.compute)} and "
-            f"{len(plan.actions)} rows"
+            f"a plan of {plan.num_stages} stages needs a rank for every stage, and a row of actions for every rank; "
+            f"stage_to_rank is {plan.stage_to_rank}, and there are {len(plan.rows)} rows"
         )
 
 
-def _locate(plan: Plan, needed: Requirements) -> dict[Action, Cell]:
-    """The cell of every action; refuses those that have no place, stand on the wrong rank, or stand there twice."""
-    cells: dict[Action, Cell] = {}
-    for rank, row in enumerate(plan.actions):
-        for index, action in enumerate(row):
-            if action not in needed.rank:
-                units = f"{plan.num_microbatches} microbatches of {plan.num_chunks} chunks"
-                reason = (
-                    f"{action} has no place in schedule {plan.schedule!r} with {plan.num_stages} stages and {units}"
-                )
-            elif needed.rank[action] != rank:
-                reason = f"{action} belongs to rank {needed.rank[action]}, but stands on rank {rank}"
-            elif action in cells:
-                reason = f"{action} stands twice on rank {rank}"
-            else:
-                cells[action] = (rank, index)
-                continue
-            raise PlanError(reason, plan.actions, rank, index)
-    return cells
+def _expected_ranks(plan: Plan) -> list[int]:
+    """The rank of every code; `_NOWHERE` for those that have no place in the plan."""
+    step = plan.codes.units_on_a_stage
+    rank_of = [_NOWHERE] * (8 * plan.codes.num_indices)
+    last = plan.num_stages - 1
+    for stage, rank in enumerate(plan.stage_to_rank):
+        kinds = [F]
+        if plan.trains:
+            kinds += [I, W] if plan.splits_backward else [B]
+        if stage < last and plan.stage_to_rank[stage + 1] != rank:
+            kinds += [SEND_F, RECV_B] if plan.trains else [SEND_F]
+        if stage > 0 and plan.stage_to_rank[stage - 1] != rank:
+            kinds += [RECV_F, SEND_B] if plan.trains else [RECV_F]
+        first = 8 * step * stage
+        for kind in kinds:
+            rank_of[first + kind : first + 8 * step : 8] = [rank] * step
+    return rank_of
 
 
-def _check_complete(plan: Plan, needed: Requirements, cells: dict[Action, Cell]) -> None:
-    missing = next((action for action in needed.rank if action not in cells), None)
-    if missing is None:
+def _locate(plan: Plan, rank_of: Sequence[int]) -> list[int]:
+    """The place of every code among its rank's actions; refuses what is foreign there or stands there twice."""
+    place = [_NOWHERE] * len(rank_of)
+    for rank, row in enumerate(plan.rows):
+        for index, code in enumerate(row):
+            if rank_of[code] != rank or place[code] != _NOWHERE:
+                raise PlanError(_misplaced(plan, rank_of[code], code, rank), plan.rows, plan.codes, rank, index)
+            place[code] = index
+    return place
+
+
+def _misplaced(plan: Plan, expected: int, code: int, rank: int) -> str:
+    action = plan.codes.decode(code)
+    if expected == _NOWHERE:
+        units = f"{plan.num_microbatches} microbatches of {plan.num_chunks} chunks"
+        return f"{action} has no place in schedule {plan.schedule!r} with {plan.num_stages} stages and {units}"
+    if expected != rank:
+        return f"{action} belongs to rank {expected}, but stands on rank {rank}"
+    return f"{action} stands twice on rank {rank}"
+
+
+def _messages(plan: Plan) -> list[Transfer]:
+    indices, step = plan.codes.num_indices, plan.codes.units_on_a_stage
+    return list(chain.from_iterable(transfers(row, plan.stage_to_rank, indices, step) for row in plan.compute_rows))
+
+
+def _check_complete(plan: Plan, rank_of: Sequence[int], place: Sequence[int], messages: Sequence[Transfer]) -> None:
+    if sum(map(len, plan.rows)) == len(rank_of) - rank_of.count(_NOWHERE):
         return
-    rank = needed.rank[missing]
-    for message in needed.transfers:
+    missing = next(code for code, rank in enumerate(rank_of) if rank != _NOWHERE and place[code] == _NOWHERE)
+    rank, name = rank_of[missing], plan.codes.decode(missing)
+    for message in messages:
         if missing in (message.send, message.receive):
             other = message.receive if missing == message.send else message.send
-            if other in cells:
-                raise PlanError(f"{other} has no partner: rank {rank} lacks {missing}", plan.actions, *cells[other])
-    dependents = (cells[action] for action, needs in needed.waits_for.items() if missing in needs and action in cells)
-    marked = min((cell for cell in dependents if cell[0] == rank), default=(rank, len(plan.actions[rank])))
-    raise PlanError(f"rank {rank} lacks {missing}", plan.actions, *marked)
+            if place[other] != _NOWHERE:
+                reason = f"{plan.codes.decode(other)} has no partner: rank {rank} lacks {name}"
+                raise PlanError(reason, plan.rows, plan.codes, rank_of[other], place[other])
+    row = plan.rows[rank]
+    waiting = (
+        index
+        for index, code in enumerate(row)
+        if (code & 7 <= W and missing in _needs(plan, code)) or (code & 7 in (SEND_F, SEND_B) and missing in _of(code))
+    )
+    raise PlanError(f"rank {rank} lacks {name}", plan.rows, plan.codes, rank, next(waiting, len(row)))
 
 
-def _check_compute(plan: Plan) -> None:
-    for rank, row in enumerate(plan.actions):
-        places = [index for index, action in enumerate(row) if action.computes]
-        for index, action in zip(places, plan.compute[rank], strict=False):
-            if row[index] != action:
-                raise PlanError(
-                    f"rank {rank} computes {row[index]} where its compute order has {action}", plan.actions, rank, index
-                )
-        if len(places) != len(plan.compute[rank]):
-            raise PlanError(
-                f"rank {rank} computes {len(places)} actions, but its compute order has {len(plan.compute[rank])}",
-                plan.actions,
-                rank,
-                len(row),
-            )
+def _needs(plan: Plan, code: int) -> list[int]:
+    return needs(code, plan.codes.num_indices, plan.codes.units_on_a_stage, plan.num_chunks)
 
 
-def _check_ordered(plan: Plan, needed: Requirements, cells: dict[Action, Cell]) -> None:
-    for action, (rank, index) in cells.items():
-        for earlier in needed.waits_for[action]:
-            if cells[earlier][0] == rank and cells[earlier][1] > index:
-                raise PlanError(f"{action} stands before {earlier}, which it waits for", plan.actions, rank, index)
+def _of(send: int) -> tuple[int, ...]:
+    """What a send may send."""
+    return (send - SEND_F + F,) if send & 7 == SEND_F else (send - SEND_B + B, send - SEND_B + I)
 
 
-def _check_channels(plan: Plan, needed: Requirements, cells: dict[Action, Cell]) -> None:
+def _check_messages_ordered(plan: Plan, place: Sequence[int], messages: Sequence[Transfer]) -> None:
+    for producer, send, receive, consumer, _ in messages:
+        for earlier, later in ((producer, send), (receive, consumer)):
+            if place[earlier] > place[later]:
+                raise _disordered(plan, earlier, later, place)
+
+
+def _check_compute_ordered(plan: Plan, place: Sequence[int], sent_by: dict[int, int]) -> None:
+    step = plan.codes.units_on_a_stage
+    apart = (8 * step, -8 * step)
+    for row in plan.compute_rows:
+        for code in row:
+            for needed in _needs(plan, code):
+                if needed - code in apart and needed in sent_by:
+                    continue
+                if place[needed] > place[code]:
+                    raise _disordered(plan, needed, code, place)
+
+
+def _disordered(plan: Plan, earlier: int, later: int, place: Sequence[int]) -> PlanError:
+    rank = plan.stage_to_rank[(later >> 3) // plan.codes.units_on_a_stage]
+    first, second = plan.codes.decode(earlier), plan.codes.decode(later)
+    reason = f"{second} stands before {first}, which it waits for"
+    return PlanError(reason, plan.rows, plan.codes, rank, place[later])
+
+
+def _check_channels(plan: Plan, place: Sequence[int], messages: Sequence[Transfer]) -> None:
     channels: defaultdict[Channel, list[Transfer]] = defaultdict(list)
-    for message in needed.transfers:
+    for message in messages:
         channels[message.channel].append(message)
-    for channel, messages in channels.items():
-        messages.sort(key=lambda message: cells[message.send])
-        for message, following in pairwise(messages):
-            if cells[following.receive] < cells[message.receive]:
+    for channel, listed in channels.items():
+        listed.sort(key=lambda message: place[message.send])
+        for message, following in pairwise(listed):
+            if place[following.receive] < place[message.receive]:
+                late, early = plan.codes.decode(message.receive), plan.codes.decode(following.receive)
                 raise PlanError(
-                    f"{channel}: {following.receive} is posted before {message.receive}, but sent after it, "
-                    "and messages match in order",
-                    plan.actions,
-                    *cells[following.receive],
+                    f"{channel}: {early} is posted before {late}, but sent after it, and messages match in order",
+                    plan.rows,
+                    plan.codes,
+                    channel.destination,
+                    place[following.receive],
                 )
+
+
+def _check_cap(plan: Plan) -> None:
+    cap = plan.activation_cap
+    if cap is None:
+        return
+    last = W if plan.splits_backward else B
+    for rank, row in enumerate(plan.rows):
+        held = 0
+        for index, code in enumerate(row):
+            kind = code & 7
+            held += (kind == F) - (kind == last)
+            if held > cap:
+                reason = (
+                    f"rank {rank} would hold {held} units at {plan.codes.decode(code)}, more than activation_cap={cap}"
+                )
+                raise PlanError(reason, plan.rows, plan.codes, rank, index)

@@ -1,4 +1,4 @@
-"""A LightningModule of which this rank holds one stage, seen once as what is here and once as the whole."""
+"""A LightningModule of which this rank holds some stages, seen once as what is here and once as the whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from lightning_seq1f1b.models.find import find_causal_lm
 from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.models.split import cut
-from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.models.stage import make_stages
 from lightning_seq1f1b.models.whole_only import refuse_methods_of_the_whole
 from lightning_seq1f1b.runtime.topology import Topology
-from lightning_seq1f1b.schedule.costs import layers_per_stage
-
-BALANCE_LENGTH = 4096
-"""Tokens of the row for which layers are balanced over the stages: long enough for attention to count."""
+from lightning_seq1f1b.schedule.balance import balanced_layers
 
 _CUT = "_seq1f1b_cut"
 """The attribute of a cut model where a later Trainer finds how it was cut."""
@@ -39,22 +36,34 @@ class CutModule:
 
     Args:
         module: whole, on the CPU; its one Hugging Face causal language model is cut.
-        topology: which stage this rank holds.
+        topology: where this rank stands in its pipeline.
+        virtual_stages: stages on each rank: of p ranks, rank r holds stages r, r + p, r + 2 p and so on.
+        layers: layers of every stage; None to balance them.
 
     Raises:
-        ValueError: when the module holds no causal language model, or one that cannot be cut.
+        ValueError: when the module holds no causal language model, or one that cannot be cut, or has fewer layers than
+            there are stages.
     """
 
-    def __init__(self, module: pl.LightningModule, topology: Topology) -> None:
-        self.module, self.topology = module, topology
+    def __init__(
+        self, module: pl.LightningModule, topology: Topology, virtual_stages: int, layers: Sequence[int] | None = None
+    ) -> None:
+        self.module, self.topology, self.virtual_stages = module, topology, virtual_stages
         self.name, self.model = find_causal_lm(module)
         self.shape = model_shape(self.model.config)
-        self.layer_ranges = _ranges(layers_per_stage(self.shape, topology.num_stages, BALANCE_LENGTH))
+        num_ranks = topology.num_stages
+        num_stages = num_ranks * virtual_stages
+        if layers is not None and (len(layers) != num_stages or sum(layers) != self.shape.num_layers):
+            raise ValueError(
+                f"layers lists {len(layers)} stages with {sum(layers)} layers, but the model has "
+                f"{self.shape.num_layers} layers for {num_ranks} ranks x {virtual_stages} virtual stages"
+            )
+        self.layer_ranges = _ranges(layers or balanced_layers(self.shape, num_ranks, virtual_stages))
         # Optimizers may have been made before this, from parameters that are cut off now.
         self.uncut_names = {parameter: name for name, parameter in module.named_parameters()}
-        self.split = cut(self.model, topology.pipeline_rank, self.layer_ranges)
-        self.stage = HuggingFaceStage(self.split)
-        if topology.num_stages > 1:
+        self.split = cut(self.model, range(topology.pipeline_rank, num_stages, num_ranks), self.layer_ranges)
+        self.stages = make_stages(self.split)
+        if num_ranks > 1:
             refuse_methods_of_the_whole(module.modules())
         with self.whole():
             self.shapes = {
@@ -63,24 +72,40 @@ class CutModule:
             }
 
     @classmethod
-    def of(cls, module: pl.LightningModule, topology: Topology) -> CutModule:
+    def earlier(cls, module: pl.LightningModule) -> CutModule | None:
+        """The module's cut by an earlier Trainer of this program; None for a whole one."""
+        _, model = find_causal_lm(module)
+        earlier: CutModule | None = getattr(model, _CUT, None)
+        return earlier if earlier is not None and earlier.module is module else None
+
+    @classmethod
+    def of(
+        cls, module: pl.LightningModule, topology: Topology, virtual_stages: int, layers: Sequence[int] | None = None
+    ) -> CutModule:
         """The module's cut: made now, or by an earlier Trainer of this program.
 
         Raises:
-            ValueError: when it was cut into another number of stages.
+            ValueError: when it was cut into other stages.
         """
-        _, model = find_causal_lm(module)
-        earlier: CutModule | None = getattr(model, _CUT, None)
-        if earlier is None or earlier.module is not module:
-            earlier = cls(module, topology)
-            setattr(model, _CUT, earlier)
-        elif earlier.topology != topology:
+        earlier = cls.earlier(module)
+        if earlier is None:
+            earlier = cls(module, topology, virtual_stages, layers)
+            setattr(earlier.model, _CUT, earlier)
+            return earlier
+        other = (topology, virtual_stages, layers and tuple(layers))
+        if (earlier.topology, earlier.virtual_stages, layers and earlier.layers) != other:
+            before = _counted(earlier.topology, earlier.virtual_stages)
             raise ValueError(
-                f"this {type(model).__name__} has been cut into {earlier.topology.num_stages} stage(s) by an earlier "
-                f"Trainer and cannot be cut into {topology.num_stages}: give the Trainer a new module, and "
-                "load a checkpoint into it"
+                f"this {type(earlier.model).__name__} has been cut into {before} by an earlier Trainer and cannot be "
+                f"cut into {_counted(topology, virtual_stages)}: give the Trainer a new module, and load a checkpoint "
+                "into it"
             )
         return earlier
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of layers of every stage."""
+        return tuple(map(len, self.layer_ranges))
 
     def is_of(self, module: pl.LightningModule | None) -> bool:
         """Whether this is still the cut of the module: it may have been given a new, whole model since."""
@@ -94,16 +119,16 @@ class CutModule:
 
     @property
     def tied(self) -> list[nn.Parameter]:
-        """Parameters of the language model that the first and the last stage both hold; empty elsewhere."""
+        """Parameters that the ranks of the first and of the last stage both hold; empty on other ranks."""
         return [self.model.get_parameter(name) for name in self._tied_names]
 
     @property
     def _tied_names(self) -> tuple[str, ...]:
-        return self.split.tied if self.split.is_first or self.split.is_last else ()
+        return self.split.tied if self.split.holds_first or self.split.holds_last else ()
 
     @property
     def outside(self) -> list[nn.Parameter]:
-        """The user's parameters outside the language model; every stage holds them."""
+        """The user's parameters outside the language model; every rank holds them."""
         inside = set(self.model.parameters())
         return [parameter for parameter in self.module.parameters() if parameter not in inside]
 
@@ -157,6 +182,11 @@ class CutModule:
             raise RuntimeError(f"the checkpoint does not fit {type(self.module).__name__}:\n  " + "\n  ".join(problems))
         own = self.module.state_dict().keys()
         self.module.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
+
+
+def _counted(topology: Topology, virtual_stages: int) -> str:
+    stages = f"{topology.num_stages} stage(s)"
+    return stages if virtual_stages == 1 else f"{topology.num_stages} x {virtual_stages} stage(s)"
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:

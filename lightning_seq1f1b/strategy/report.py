@@ -12,13 +12,21 @@ from lightning_seq1f1b.strategy.supported import callbacks_of
 
 
 def describe(cut: CutModule, schedule: str) -> str:
-    """One line for the log: schedule, stages, replicas, and the layers of every stage."""
+    """One line for the log: schedule, stages, replicas, and the layers on every rank of a pipeline."""
     topology = cut.topology
-    layers = ", ".join(f"{stage}: {layers.start}-{layers.stop - 1}" for stage, layers in enumerate(cut.layer_ranges))
+    stages = f"{topology.num_stages} stage(s)"
+    if cut.virtual_stages > 1:
+        stages = f"{topology.num_stages} rank(s) x {cut.virtual_stages} virtual stages"
+    layers = ", ".join(f"{rank}: {_layers_of(cut, rank)}" for rank in range(topology.num_stages))
     return (
-        f"Seq1F1B: {type(cut.model).__name__} by schedule {schedule!r} on {topology.num_stages} stage(s) x "
-        f"{topology.num_replicas} replica(s); layers of each stage: {layers}"
+        f"Seq1F1B: {type(cut.model).__name__} by schedule {schedule!r} on {stages} x {topology.num_replicas} "
+        f"replica(s); layers on each pipeline rank: {layers}"
     )
+
+
+def _layers_of(cut: CutModule, rank: int) -> str:
+    ranges = cut.layer_ranges[rank :: cut.topology.num_stages]
+    return " and ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in ranges)
 
 
 def show_whole_model(trainer: pl.Trainer) -> None:

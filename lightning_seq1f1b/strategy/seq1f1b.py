@@ -24,10 +24,12 @@ from typing_extensions import override
 from lightning_seq1f1b.models import facade
 from lightning_seq1f1b.runtime.agreement import check_same_loss
 from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas, pipeline_norm
-from lightning_seq1f1b.runtime.pipeline import Cutting, Pipeline
+from lightning_seq1f1b.runtime.pipeline import Pipeline
 from lightning_seq1f1b.runtime.trace import StepTrace
+from lightning_seq1f1b.schedule.planner import Problem
 from lightning_seq1f1b.schedule.timeline import Event
 from lightning_seq1f1b.strategy.arguments import check_arguments
+from lightning_seq1f1b.strategy.as_asked import cut_as_asked, cutting_of, multiple_on
 from lightning_seq1f1b.strategy.bridge import bridge
 from lightning_seq1f1b.strategy.clipping import clip_over_stages
 from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
@@ -45,9 +47,6 @@ from lightning_seq1f1b.strategy.supported import (
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-GPU_CHUNK_MULTIPLE = 128
-"""Tokens that chunk lengths are rounded to on an accelerator: whole tiles of its attention kernels."""
-CPU_CHUNK_MULTIPLE = 16
 
 
 class Seq1F1BStrategy(PipelineProcesses):
@@ -57,16 +56,28 @@ class Seq1F1BStrategy(PipelineProcesses):
     real loss on every rank, and losses, gradients and weights equal those of one device.
 
     Args:
-        num_stages: pipeline stages of one replica; it must divide devices x num_nodes, and the quotient is the number
+        num_stages: pipeline ranks of one replica; it must divide devices x num_nodes, and the quotient is the number
             of data-parallel replicas. All devices by default.
         num_microbatches: pieces of a batch along its rows; a batch with fewer rows has one piece for each. "auto" is
             one row each.
         num_chunks: pieces of every row along the sequence. More chunks shrink the bubble and the activations in flight;
             below about a thousand tokens each, kernels lose efficiency. "auto" chooses by the row's length.
-        schedule: "seq1f1b" (sequence-level one-forward-one-backward), "gpipe" (all forwards, then all backwards), or
-            "1f1b" (whole rows; `num_chunks` must be 1).
-        partition: "balanced" gives every chunk the same work, "even" the same number of tokens; a list gives the
-            chunks' lengths in tokens, which must add up to every row's.
+        schedule: "seq1f1b" (one forward, one backward on chunks), "interleaved_seq1f1b" (the same with
+            `virtual_stages`: a smaller bubble for more messages), "seq1f1b_zb" and "interleaved_seq1f1b_zb" (weight
+            gradients are computed apart and fill the bubble), "gpipe" (all forwards, then all backwards), or, on whole
+            rows (`num_chunks` must be 1), "1f1b", "interleaved_1f1b" and "zb1p". "auto" lets the planner choose, for
+            every shape of batch, what is fastest in the devices' memory; what you set otherwise it keeps.
+        virtual_stages: stages that each rank holds, dealt out in turn; for the interleaved schedules. Each needs a
+            layer, and the bubble shrinks by their number. "auto" is 1, or with schedule "auto" the planner's choice.
+        memory_knob: extra forwards a rank takes at the start for each rank behind it. More fill the bubble where links
+            are slow or weight gradients small, and hold more activations. By the schedule by default.
+        activation_cap: most chunks whose activations a rank may hold at once, counted over its virtual stages. By the
+            schedule by default.
+        partition: "balanced" gives every chunk the same work, "even" the same number of tokens, a number from 0 (even)
+            to 1 (balanced) something in between; a list gives the chunks' lengths in tokens, which must add up to
+            every row's.
+        layers: layers of every stage, in order. By the cost of layers and LM head by default.
+        profile: a file of `lightning-seq1f1b profile`, whose times schedule "auto" plans with.
         broadcast_batch: let the first stage hand its batch to the others, for datasets that differ between processes.
             Otherwise every process loads the same data, which is checked for every batch.
         trace: time every forward and backward; see `last_step` and `gather_trace`. On an accelerator this synchronises
@@ -86,19 +97,28 @@ class Seq1F1BStrategy(PipelineProcesses):
         num_microbatches: int | Literal["auto"] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         schedule: str = "seq1f1b",
-        partition: str | list[int] = "balanced",
+        virtual_stages: int | Literal["auto"] = "auto",
+        memory_knob: int | None = None,
+        activation_cap: int | None = None,
+        partition: float | list[int] | str = "balanced",
+        layers: list[int] | None = None,
+        profile: str | None = None,
         broadcast_batch: bool = False,
         trace: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(num_stages, process_group_backend, timeout)
-        check_arguments(num_stages, num_microbatches, num_chunks, schedule, partition)
+        knobs = (virtual_stages, memory_knob, activation_cap, layers, profile)
+        check_arguments(num_stages, num_microbatches, num_chunks, schedule, partition, *knobs)
         self.num_microbatches, self.num_chunks = num_microbatches, num_chunks
         self.schedule, self.partition = schedule, partition
+        self.virtual_stages, self.memory_knob, self.activation_cap = virtual_stages, memory_knob, activation_cap
+        self.layers, self.profile = layers, profile
         self.broadcast_batch, self.trace = broadcast_batch, trace
         self.last_step: StepTrace | None = None
         self._cut: CutModule | None = None
+        self._problem: Problem | None = None
         self._pipeline: Pipeline | None = None
         self._whole_groups: list[list[WholeGroup]] = []
         self._accumulating = self._zeroing_follows = self._loss_checked = False
@@ -108,7 +128,7 @@ class Seq1F1BStrategy(PipelineProcesses):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Cut the module to this rank's stage and prepare the step; called for every fit, validate, test, predict."""
+        """Cut the module to this rank's stages and prepare the step; called for every fit, validate, test, predict."""
         check_precision(self.precision_plugin)
         check_trainer(trainer, self._layer_sync)
         assert self.accelerator is not None
@@ -117,7 +137,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         assert module is not None
         self.model = self.precision_plugin.convert_module(module)
         if self._cut is None or not self._cut.is_of(module):
-            self._cut = CutModule.of(module, self.topology)
+            self._cut, self._problem = cut_as_asked(self, trainer)
             rank_zero_info(describe(self._cut, self.schedule))
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -140,21 +160,15 @@ class Seq1F1BStrategy(PipelineProcesses):
             yield
 
     def model_to_device(self) -> None:
-        """Move this rank's stage to its device."""
+        """Move this rank's stages to its device."""
         assert self.model is not None
         self.model.to(self.root_device)
 
     def _make_pipeline(self, cut: CutModule) -> None:
         device = self.root_device
-        cutting = Cutting(
-            schedule=self.schedule,
-            num_microbatches=None if self.num_microbatches == "auto" else self.num_microbatches,
-            num_chunks=None if self.num_chunks == "auto" else self.num_chunks,
-            partition=self.partition,
-            multiple=CPU_CHUNK_MULTIPLE if device.type == "cpu" else GPU_CHUNK_MULTIPLE,
-        )
+        cutting = cutting_of(self, cut, self._problem, multiple_on(device))
         self._pipeline = Pipeline(
-            cut.stage,
+            cut.stages,
             self.topology,
             self._process_groups,
             cutting,

@@ -41,6 +41,21 @@ def test_a_pretrained_model_is_loaded_in_torchs_default_dtype(tmp_path):
         assert torch.equal(parameter, model.get_parameter(name).float())
 
 
+def test_recomputation_runs_layers_twice_and_changes_no_gradient():
+    gradients, runs = [], []
+    for recompute in (False, True):
+        module = CausalLM(config=TINY, recompute=recompute)
+        module.configure_model()
+        calls = []
+        for layer in module.model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        module.model(**tiny_batch(2, 16), use_cache=False).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in module.parameters()]))
+        runs.append(len(calls))
+    assert runs == [2, 4]
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("form", ["dict", "directory"])
 def test_a_model_from_scratch_depends_on_its_seed_only(tmp_path, form):
     config = TINY

@@ -3,10 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_seq1f1b.cli.schedule import main
+from lightning_seq1f1b.schedule.plan import make_plan
+from lightning_seq1f1b.schedule.policies import POLICIES
+from lightning_seq1f1b.schedule.simulate import Costs, simulate
+from lightning_seq1f1b.schedule.timeline import Event
+from lightning_seq1f1b.schedule.timeline_file import load, save
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -24,15 +30,59 @@ def test_simulate_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
         "microbatches": 2,
         "chunks": 4,
         "virtual_stages": 1,
+        "memory_knob": 1,
+        "activation_cap": None,
+        "splits_backward": False,
         "forward": 1.0,
         "input_grad": 1.5,
         "weight_grad": 0.5,
+        "links": 0.0,
         "valid": True,
         "makespan": 7.5,
         "bubble": 1.5,
         "work": [6.0, 6.0, 6.0],
         "peak_units": [6, 5, 4],
     }
+
+
+def test_the_flagship_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """At (p, m, k) = (2, 2, 4), in half-units: memory for one half-chunk more than the floor of 8, a bubble of 1."""
+    options = "--schedule interleaved_seq1f1b_zb --stages 2 --microbatches 2 --chunks 4 --virtual-stages 2"
+    times = "--forward 8 --input-grad 8 --weight-grad 8"
+    numbers = json.loads(output(capsys, "simulate", *options.split(), *times.split(), "--json"))
+    assert (numbers["bubble"], numbers["activation_cap"], max(numbers["peak_units"])) == (1.0, 9, 9)
+    assert (numbers["virtual_stages"], numbers["memory_knob"], numbers["splits_backward"]) == (2, 1, True)
+
+
+def test_a_larger_memory_knob_takes_memory_and_time_off(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--schedule interleaved_seq1f1b_zb --stages 4 --microbatches 3 --virtual-stages 2 --weight-grad 0.5 --json"
+    )
+    one, two = (json.loads(output(capsys, "simulate", *options.split(), "--memory-knob", knob)) for knob in ("1", "2"))
+    assert two["memory_knob"] == 2
+    assert two["activation_cap"] == max(two["peak_units"]) > max(one["peak_units"])
+    assert two["bubble"] < one["bubble"]
+
+
+def test_a_cap_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--schedule seq1f1b_zb --stages 4 --microbatches 3 --chunks 4 --activation-cap 6 --json"
+    numbers = json.loads(output(capsys, "simulate", *options.split()))
+    assert numbers["activation_cap"] == 6
+    assert max(numbers["peak_units"]) <= 6
+
+
+def test_links_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """One microbatch passes two borders there and two back."""
+    options = "simulate --stages 3 --microbatches 1 --chunks 1 --json --links"
+    near, far = (json.loads(output(capsys, *options.split(), latency)) for latency in ("0", "0.25"))
+    assert (near["links"], far["links"]) == (0.0, 0.25)
+    assert far["makespan"] == near["makespan"] + 4 * 0.25
+
+
+def test_chunk_weights_share_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "draw --stages 1 --microbatches 1 --chunks 2 --chunk-weights 3,1 --json"
+    timeline = json.loads(output(capsys, *options.split()))["timeline"]
+    assert [event["end"] for event in timeline] == [0.75, 1.0, 1.5, 3.0]
 
 
 def test_times_are_taken_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +152,20 @@ def test_times_of_zero_are_a_bubble_of_zero(capsys: pytest.CaptureFixture[str]) 
         ("verify --microbatches -1", "--microbatches must be at least 1, not -1"),
         ("draw --chunks 0", "--chunks must be at least 1, not 0"),
         ("draw --schedule 1f1b", "--chunks is 4; set --chunks=1, or use --schedule='seq1f1b'"),
-        ("simulate --virtual-stages 2", "--virtual-stages must be 1, not 2: seq1f1b, .* place one stage on a rank"),
+        ("simulate --virtual-stages 2", "but --virtual-stages is 2; set --virtual-stages=1, .*interleaved_seq1f1b"),
+        ("simulate --virtual-stages 0", "--virtual-stages must be at least 1, not 0"),
+        ("simulate --memory-knob 0", "--memory-knob must be at least 1, not 0"),
+        ("simulate --schedule seq1f1b_zb --activation-cap 3", "--activation-cap=3 is below 4.*--activation-cap=4"),
+        ("simulate --links -1", "--links is a time and must be finite and not negative; it is -1"),
+        ("simulate --links inf", '"links".*Got value: inf'),
+        ("simulate --chunk-weights 1,2", "--chunk-weights must be 4 positive numbers"),
+        ("simulate --chunk-weights 1,b", "--chunk-weights is numbers with commas between them.*'1,b'"),
+        ("verify --stages 64 --microbatches 256 --chunks 64", "is 1048576; at most 1000000"),
+        ("draw --measured /absent.json", "the timeline '/absent.json' cannot be read"),
+        ("draw --csv /absent/plan.csv --chunks 1", "'/absent/plan.csv' cannot be written: No such file"),
+        ("draw --csv plan.csv", "it has no place for a chunk.*set --chunks=1"),
+        ("draw --svg picture.png", "--svg writes a file that ends with .svg, not 'picture.png'"),
+        ("simulate --svg picture.svg", "unrecognized arguments: --svg"),
         ("simulate --forward -1", "forward is a time and must be finite and not negative; it is -1"),
         ("simulate --stages two", '"stages".*Got value: two'),
         ("simulate --forward soon", '"forward".*Got value: soon'),
@@ -127,11 +190,18 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["draw", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for words in (
-        "--schedule NAME the order of the work: seq1f1b, 1f1b, gpipe, forward",
+        "--schedule NAME the order of the work, one of those below (default: seq1f1b)",
+        *(f"{name} {policy.summary}" for name, policy in POLICIES.items()),
         "--stages P stages the model is cut into",
         "--microbatches M microbatches of a step",
         "--chunks K chunks that each microbatch is cut into",
         "--virtual-stages V stages on each rank",
+        "--memory-knob J extra warm-up forwards",
+        "--activation-cap N most units",
+        "--links LATENCY time of a transfer between ranks",
+        "--chunk-weights A,B,... how the chunks share those times",
+        "--measured FILE draw the measured timeline",
+        *(f"--{name} FILE" for name in ("svg", "png", "trace", "csv", "csv-comms", "timeline")),
         "--forward F time of the forward of one whole microbatch on one rank's layers",
         "--input-grad B time of the part of the backward",
         "--weight-grad W time of the part of the backward",
@@ -140,10 +210,119 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+def test_draw_writes_the_files_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = "draw --schedule interleaved_1f1b --stages 2 --microbatches 2 --chunks 1 --virtual-stages 2"
+    files = {
+        option: tmp_path / f"step.{suffix}"
+        for option, suffix in (
+            ("svg", "svg"),
+            ("png", "png"),
+            ("trace", "trace.json"),
+            ("csv", "csv"),
+            ("csv-comms", "comms.csv"),
+            ("timeline", "json"),
+        )
+    }
+    text = output(capsys, *plan.split(), *(f"--{option}={path}" for option, path in files.items()))
+    assert "interleaved_1f1b: 2 ranks of 2 stages, 2 microbatches, 1 chunk" in text
+    assert text.splitlines()[-1] == f"written     {', '.join(map(str, files.values()))}"
+    assert b"<svg" in files["svg"].read_bytes()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert sum(event["ph"] == "X" for event in json.loads(files["trace"].read_text())["traceEvents"]) == 2 * 4 * 2
+    assert [line.count(",") for line in files["csv"].read_text().splitlines()] == [7, 7]
+    assert "SEND_F" in files["csv-comms"].read_text()
+    assert len(load(files["timeline"]).events) == 16
+
+
+def slower(events: tuple[Event, ...], by: float) -> list[Event]:
+    """The same timeline on another clock, at another speed."""
+    return [Event(event.rank, event.action, 50 + by * event.start, 50 + by * event.end) for event in events]
+
+
+def saved_step(path: Path, schedule: str = "seq1f1b_zb") -> Path:
+    plan = make_plan(schedule, 2, 2, 3)
+    save(path, slower(simulate(plan, Costs(3.0, 4.0, 2.0, 3)).timeline, 0.5), schedule=schedule)
+    return path
+
+
+def test_a_measured_step_stands_above_the_simulated_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its times are taken for the simulation, so here the two agree."""
+    measured = str(saved_step(tmp_path / "step.json"))
+    numbers = json.loads(output(capsys, "draw", "--measured", measured, "--json"))
+    assert (numbers["schedule"], numbers["stages"], numbers["microbatches"], numbers["chunks"]) == (
+        "seq1f1b_zb",
+        2,
+        2,
+        3,
+    )
+    assert numbers["time_unit"] == "s"
+    assert numbers["makespan"] == pytest.approx(numbers["measured"]["makespan"])
+    assert numbers["bubble"] == pytest.approx(numbers["measured"]["bubble"])
+
+    text = output(capsys, "draw", "--measured", measured)
+    blocks = text.split("\n\n")
+    assert [block.split("\n")[0] for block in blocks[1:3]] == ["measured", "simulated"]
+    assert blocks[1].split("\n")[1:] == blocks[2].split("\n")[1:]
+    assert "s measured, " in text
+
+
+def test_a_measured_step_may_stand_above_another_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    measured = saved_step(tmp_path / "step.json", "seq1f1b")
+    times = "--forward 1.5 --input-grad 2 --weight-grad 1"
+    options = f"--schedule interleaved_seq1f1b_zb --virtual-stages 2 {times}".split()
+    numbers = json.loads(output(capsys, "draw", "--measured", str(measured), *options, "--json"))
+    assert (numbers["schedule"], numbers["measured"]["schedule"]) == ("interleaved_seq1f1b_zb", "seq1f1b")
+    assert numbers["work"] == [9.0, 9.0]
+
+    picture = tmp_path / "both.svg"
+    output(capsys, "draw", "--measured", str(measured), *options, f"--svg={picture}")
+    assert "measured: seq1f1b, p = 2, v = 1" in picture.read_text()
+    assert "simulated: interleaved_seq1f1b_zb, p = 2, v = 2" in picture.read_text()
+
+
+def test_what_draw_prints_as_json_is_a_timeline_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "step.json").write_text(output(capsys, "draw", "--stages", "2", "--json"))
+    assert "measured" in output(capsys, "draw", "--measured", str(tmp_path / "step.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--schedule seq1f1b_zb", "were not split.*set --forward, --input-grad, --weight-grad in s"),
+        ("--chunks 4", "those of 2 stages and 3 chunks, not of 2 and 4; set --forward"),
+        ("--forward 2", "set --input-grad, --weight-grad too, or none of the times"),
+        ("--stages 3", "--stages must be 2, as in .*step.json', not 3"),
+    ],
+)
+def test_measured_times_that_do_not_fit_are_refused(
+    options: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    measured = saved_step(tmp_path / "step.json", "seq1f1b")
+    assert main(["draw", "--measured", str(measured), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in sentence.split(".*"))
+
+
+def test_a_file_that_names_no_schedule_needs_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    save(path, load(saved_step(path)).events)
+    assert main(["draw", "--measured", str(path)]) == 2
+    assert "does not name its schedule; set --schedule" in capsys.readouterr().err
+
+
+def test_a_figure_without_matplotlib_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lightning_seq1f1b.cli.timeline_figure", raising=False)
+    assert main(["draw", f"--svg={tmp_path / 'step.svg'}"]) == 2
+    assert "pip install 'lightning-seq1f1b[pictures]'" in capsys.readouterr().err
+
+
 def test_command_starts_without_torch_and_lightning() -> None:
     program = """
 import sys
-for name in ("torch", "lightning", "numpy", "transformers"):
+for name in ("torch", "lightning", "numpy", "transformers", "matplotlib"):
     sys.modules[name] = None
 from lightning_seq1f1b.cli.main import main
 sys.exit(main(["schedule", "simulate", "--json"]))

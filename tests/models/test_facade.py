@@ -23,7 +23,7 @@ def installed(family: str = "llama", stage: int | None = None) -> tuple[PreTrain
     """A model behind a facade, and the batches that reach the pipeline."""
     model = tiny_model(family)
     if stage is not None:
-        cut(model, stage, LAYER_RANGES)
+        cut(model, [stage], LAYER_RANGES)
     batches: list[dict[str, Tensor]] = []
 
     def run(batch: dict[str, Tensor]) -> Tensor:

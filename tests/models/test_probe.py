@@ -70,7 +70,7 @@ def test_a_class_of_ones_own_need_not_be_made_from_its_config() -> None:
 
 def refuse(model: PreTrainedModel, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cut(model, 0, [range(4)])
+        cut(model, [0], [range(4)])
 
 
 def test_an_encoder_decoder() -> None:
@@ -197,5 +197,5 @@ def test_what_flows_beside_the_hidden_states_allows_one_stage_only(call: Callabl
     model.model.layers.__class__ = CalledThrough
     model.model.layers.call = call
     with pytest.raises(ValueError, match=f"can't be cut into stages between its layers: {reason}.*num_stages=1"):
-        cut(model, 0, LAYER_RANGES)
-    cut(model, 0, [range(4)])
+        cut(model, [0], LAYER_RANGES)
+    cut(model, [0], [range(4)])

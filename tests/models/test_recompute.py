@@ -23,13 +23,14 @@ def enable(model: PreTrainedModel, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3_next", "falcon"])
-def test_it_is_exact(family: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "split"), [(3, False), (1, True)])
+def test_it_is_exact(family: str, num_ranks: int, split: bool) -> None:
     model, batch = tiny_model(family), tiny_batch()
     with float64_throughout():
         truth = run_whole(model, batch)
         enable(model)
-        stages = make_stages(model)
-        assert largest_difference(run_stages(stages, batch), truth) < 1e-10
+        stages = make_stages(model, num_ranks=num_ranks)
+        assert largest_difference(run_stages(stages, batch, split=split), truth) < 1e-10
     assert not any(getattr(m, "gradient_checkpointing", False) for stage in stages for m in stage.model.modules())
 
 
@@ -55,11 +56,12 @@ def test_layers_run_twice_when_it_is_on_and_once_when_not() -> None:
     assert counts == {0: 10, 1: 15, 2: 15, 3: 10}
 
 
-def test_layers_can_be_chosen() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_layers_can_be_chosen(num_ranks: int) -> None:
     model, batch = tiny_model("llama"), tiny_batch()
     enable(model)
     model.model.layers[2].gradient_checkpointing = False
-    stages = make_stages(model)
+    stages = make_stages(model, num_ranks=num_ranks)
     counts = count_runs(stages)
     run_stages(stages, batch)
     assert counts == {0: 10, 1: 10, 2: 5, 3: 10}

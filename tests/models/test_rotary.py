@@ -33,16 +33,17 @@ def long() -> PreTrainedModel:
     return tiny_model("phi3", rope_parameters=LONG, original_max_position_embeddings=16)
 
 
-def compare(model: PreTrainedModel, length: int, chunk_lengths: tuple[int, ...]) -> float:
+def compare(model: PreTrainedModel, length: int, chunk_lengths: tuple[int, ...], num_ranks: int = 3) -> float:
     batch = tiny_batch(length=length)
-    stages = make_stages(model)
+    stages = make_stages(model, num_ranks=num_ranks)
     with float64_throughout():
         return largest_difference(run_stages(stages, batch, chunk_lengths), run_whole(model, batch))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("make", [dynamic, long])
-def test_chunks_equal_the_whole(make: Callable[[], PreTrainedModel]) -> None:
-    assert compare(make(), 48, (7, 13, 2, 15, 11)) < 1e-10
+def test_chunks_equal_the_whole(make: Callable[[], PreTrainedModel], num_ranks: int) -> None:
+    assert compare(make(), 48, (7, 13, 2, 15, 11), num_ranks) < 1e-10
 
 
 @pytest.mark.parametrize("make", [dynamic, long])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lightning_seq1f1b.models.facade import install
 from lightning_seq1f1b.models.split import cut
-from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.models.stage import make_stages as make_stages_of
 from lightning_seq1f1b.runtime.batching import cut_batch
 from lightning_seq1f1b.schedule.spans import spans
 
@@ -34,21 +35,24 @@ def adapted(**options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["adapters", "and a trained head"])
-def test_adapters_go_with_their_layers(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_adapters_go_with_their_layers(options: dict[str, Any], num_ranks: int) -> None:
     model, batch = adapted(**options), tiny_batch()
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained
     with float64_throughout():
         truth = run_whole(model, batch)
-        stages = make_stages(model)
+        stages = make_stages(model, num_ranks=num_ranks)
         assert largest_difference(run_stages(stages, batch), truth) < 1e-10
     assert all(truth.gradients[name] is not None for name in trained)
     for stage in stages:
         layers = {name.split(".")[2] for name, _ in stage.model.named_parameters() if "lora_" in name}
-        assert layers == {str(index) for index in stage.layers}
+        on_rank = [other.layers for other in stages if other.model is stage.model]
+        assert layers == {str(index) for indices in on_rank for index in indices}
 
 
-def test_after_the_backward_nothing_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_after_the_backward_nothing_is_alive(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers, their gradients, hidden states and autograd graphs are gone without the garbage collector's help."""
     alive: list[weakref.ref[Any]] = []
 
@@ -57,13 +61,13 @@ def test_after_the_backward_nothing_is_alive(monkeypatch: pytest.MonkeyPatch) ->
         alive.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
-    stages = make_stages(tiny_model("llama"))
+    stages = make_stages(tiny_model("llama"), num_ranks=num_ranks)
     hooks = [
         module.register_forward_hook(
             lambda module, args, output: alive.append(weakref.ref(output)) if isinstance(output, Tensor) else None
         )
-        for stage in stages
-        for module in stage.model.modules()
+        for model in {id(stage.model): stage.model for stage in stages}.values()
+        for module in model.modules()
     ]
     run_stages(stages, tiny_batch())  # what is made once, by the library, is made now
     alive.clear()
@@ -84,12 +88,13 @@ def test_after_the_backward_nothing_is_alive(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.isfinite(result.loss)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_evaluation_gives_the_loss_and_keeps_no_graph(family: str) -> None:
+def test_evaluation_gives_the_loss_and_keeps_no_graph(family: str, num_ranks: int) -> None:
     model, batch = tiny_model(family).eval(), tiny_batch()
     with float64_throughout(), torch.inference_mode():
         expected = run_whole_without_gradients(model, batch)
-        stages = make_stages(model)
+        stages = make_stages(model, num_ranks=num_ranks)
         (microbatch,) = cut_batch(batch, 1, spans([7, 13, 28]))
         states = [stage.open(microbatch, training=False) for stage in stages]
         loss = torch.zeros((), dtype=torch.float64)
@@ -132,17 +137,51 @@ def test_it_runs_the_models_own_forward_behind_a_facade() -> None:
         truth = run_whole(model, batch)
         model.zero_grad(set_to_none=True)
         install(model, lambda _: pytest.fail("the facade ran"))
-        stage = HuggingFaceStage(cut(model, 0, [range(4)]))
+        (stage,) = make_stages_of(cut(model, [0], [range(4)])).values()
         assert largest_difference(run_stages([stage], batch), truth) < 1e-10
 
 
-def test_hooks_of_the_user_on_a_stages_first_and_last_layer_run() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_hooks_of_the_user_on_a_stages_first_and_last_layer_run(num_ranks: int) -> None:
     model, batch = tiny_model("llama"), tiny_batch()
     model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] * 2, *args[1:]))
     model.model.layers[2].register_forward_hook(lambda layer, args, output: output * 3)
     with float64_throughout():
         truth = run_whole(model, batch)
-        assert largest_difference(run_stages(make_stages(model), batch), truth) < 1e-10
+        assert largest_difference(run_stages(make_stages(model, num_ranks=num_ranks), batch), truth) < 1e-10
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_module_runs_once_for_a_chunk_when_all_stages_are_on_one_rank(tied: bool) -> None:
+    stages = make_stages(tiny_model("gpt2", tie_word_embeddings=tied), num_ranks=1)
+    runs: Counter[str] = Counter()
+    for name, module in stages[0].model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
+    run_stages(stages, tiny_batch(), [20, 28])
+    assert len(runs) > 20
+    assert set(runs.values()) == {2}
+
+
+def test_parts_of_a_cut_model_do_not_run_alone() -> None:
+    model = make_stages(tiny_model("llama"), num_ranks=1)[0].model
+    with pytest.raises(RuntimeError, match="runs as a whole only"):
+        model.model(input_ids=tiny_batch()["input_ids"])
+
+
+@pytest.mark.parametrize(("family", "transposed", "each"), [("llama", False, 7), ("gpt2", True, 4)])
+def test_linear_layers_of_each_stage_on_one_rank_are_those_of_its_layers(family: str, transposed: bool, each: int) -> None:
+    stages = make_stages(tiny_model(family, tie_word_embeddings=False), num_ranks=1)
+    names = {module: name for name, module in stages[0].model.named_modules()}
+    seen = []
+    for stage in stages:
+        kinds = {names[layer.module]: layer.transposed for layer in stage.linears}
+        assert {number for name in kinds for number in name.split(".") if number.isdigit()} == set(
+            map(str, stage.layers)
+        )
+        assert set(kinds.values()) == {transposed}
+        seen += kinds
+    assert len(seen) == len(set(seen)) == 4 * each
 
 
 def test_received_hidden_states_are_not_written_to() -> None:
@@ -176,5 +215,5 @@ def test_padding_is_not_looked_for_in_chunks(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("index", range(3))
 def test_index_and_number_of_stages(index: int) -> None:
-    stage = HuggingFaceStage(cut(tiny_model("llama"), index, LAYER_RANGES))
+    stage = make_stages_of(cut(tiny_model("llama"), [index], LAYER_RANGES))[index]
     assert (stage.index, stage.num_stages, stage.layers) == (index, 3, LAYER_RANGES[index])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.float64 import float64_throughout
@@ -20,12 +22,22 @@ from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2")
 TOLERANCE = 1e-10
+TWO_ON_A_RANK = {
+    1: (range(2), range(2, 6)),
+    2: (range(1), range(1, 3), range(3, 5), range(5, 6)),
+    3: tuple(range(layer, layer + 1) for layer in range(6)),
+}
+"""Layer ranges of a model of six layers, by the number of ranks."""
 
 
 def compare(model: PreTrainedModel, batch: dict[str, Tensor], whole_batch: dict[str, Tensor] | None = None) -> float:
     with float64_throughout():
         truth = run_whole(model, batch if whole_batch is None else whole_batch)
         return largest_difference(run_stages(make_stages(model), batch), truth)
+
+
+def six_layers(family: str, **overrides: Any) -> PreTrainedModel:
+    return tiny_model(family, num_hidden_layers=6, **overrides)
 
 
 def right_padded() -> dict[str, Tensor]:
@@ -93,6 +105,39 @@ def test_any_chunks_and_stages(layer_ranges: tuple[range, ...], lengths: tuple[i
         assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_stages_on_a_rank(family: str, num_ranks: int) -> None:
+    model, batch = six_layers(family, tie_word_embeddings=True), left_padded()
+    with float64_throughout():
+        stages = make_stages(model, TWO_ON_A_RANK[num_ranks], num_ranks)
+        assert len({id(stage.model) for stage in stages}) == num_ranks
+        assert largest_difference(run_stages(stages, batch), run_whole(model, batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_two_stages_on_a_rank_without_tied_embeddings(num_ranks: int) -> None:
+    model, batch = six_layers("llama"), tiny_batch()
+    with float64_throughout():
+        staged = run_stages(make_stages(model, TWO_ON_A_RANK[num_ranks], num_ranks), batch, num_microbatches=2)
+        assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
+
+
+def test_a_stage_for_every_layer_on_one_rank() -> None:
+    model, batch = tiny_model("gpt2"), tiny_batch()
+    with float64_throughout():
+        staged = run_stages(make_stages(model, [range(index, index + 1) for index in range(4)], 1), batch)
+        assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_backward(family: str) -> None:
+    model, batch = tiny_model(family, tie_word_embeddings=True), right_padded()
+    with float64_throughout():
+        staged = run_stages(make_stages(model, num_ranks=2), batch, num_microbatches=2, split=True)
+        assert largest_difference(staged, run_whole(model, batch)) < TOLERANCE
+
+
 def test_without_the_gradients_of_keys_and_values_it_would_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = KVBuffer._accumulator
     monkeypatch.setattr(KVBuffer, "_accumulator", lambda self, slot: accumulator(self, slot).clone())
@@ -129,10 +174,30 @@ def error(result: Result, truth: Result) -> float:
     return float(torch.cat(differences).square().mean().sqrt())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    ["bloom", "falcon", "falcon_h1", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "mixtral", "opt", "qwen3_next"],
+FURTHER_FAMILIES = (
+    "bloom",
+    "falcon",
+    "falcon_h1",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt_oss",
+    "mixtral",
+    "opt",
+    "qwen3_next",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FURTHER_FAMILIES)
 def test_further_families(family: str) -> None:
     assert compare(tiny_model(family), tiny_batch()) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FURTHER_FAMILIES)
+def test_two_stages_on_a_rank_and_a_split_backward_in_further_families(family: str) -> None:
+    model, batch = six_layers(family), tiny_batch()
+    with float64_throughout():
+        stages = make_stages(model, TWO_ON_A_RANK[2], 2)
+        assert largest_difference(run_stages(stages, batch, split=True), run_whole(model, batch)) < TOLERANCE

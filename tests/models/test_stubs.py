@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_seq1f1b.models.stubs import LayerStub, PassStub, Stub
+from lightning_seq1f1b.models.stubs import ExitStub, LayerStub, Leaving, PassStub, Stub
 
 
 def layer() -> nn.Module:
@@ -31,7 +31,7 @@ def test_it_hides_parameters_and_shows_attributes() -> None:
     assert "Linear of another stage" in repr(stub)
 
 
-@pytest.mark.parametrize("stub", [LayerStub(layer(), None), PassStub(layer())])
+@pytest.mark.parametrize("stub", [LayerStub(layer(), None), PassStub(layer()), ExitStub(layer())])
 def test_it_can_be_copied(stub: Stub) -> None:
     for twin in (copy.deepcopy(stub), pickle.loads(pickle.dumps(stub))):
         assert twin.attention_type == "sliding_attention"
@@ -48,6 +48,14 @@ def test_a_layer_hands_on_what_it_is_given(outputs: int | None) -> None:
         else:
             assert output[0] is hidden
             assert output[1:] == (None,) * (outputs - 1)
+
+
+def test_the_layer_behind_a_stage_hands_its_input_out() -> None:
+    hidden = torch.ones(1, 2, 4)
+    for arguments in ({"args": (hidden,)}, {"kwargs": {"hidden_states": hidden}}):
+        with pytest.raises(Leaving) as caught:
+            ExitStub(layer())(*arguments.get("args", ()), **arguments.get("kwargs", {}))
+        assert caught.value.hidden is hidden
 
 
 def test_a_norm_or_projection_hands_on_hidden_states() -> None:

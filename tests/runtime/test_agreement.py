@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from support.processes import run_processes
 
-from lightning_seq1f1b.runtime.agreement import BatchMismatchError, check_same_batch, fingerprint
+from lightning_seq1f1b.runtime.agreement import BatchMismatchError, check_same_batch, check_same_plan, fingerprint
 
 
 def check(rank, batches):
@@ -37,6 +37,22 @@ def test_unequal_batches_are_named_alike_on_all_ranks(other, words):
     assert first == second
     assert words in first
     assert "broadcast_batch=True" in first
+
+
+def plan(rank, identities):
+    dist.init_process_group("gloo", rank=rank, world_size=len(identities))
+    try:
+        check_same_plan(identities[rank], dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_unequal_plans_end_on_all_ranks_with_the_same_words():
+    assert run_processes(plan, 2, [-(2**63), -(2**63)]) == [None, None]
+    first, second = run_processes(plan, 2, [1, 2])
+    assert first == second
+    assert "made different plans for the same batch (hashes 00000001, 00000002)" in first
 
 
 def test_the_checksum_sees_order_sign_and_fractions():

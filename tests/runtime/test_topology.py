@@ -34,10 +34,15 @@ def sums_of_ranks(rank, world_size, num_stages):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     groups = make_groups(Topology(rank, world_size, num_stages), timedelta(seconds=60))
     sums = {}
-    for name in ("pipeline", "forward", "backward", "control", "replica"):
+    everyone = {"pipeline": groups.pipeline, "control": groups.control, "replica": groups.replica}
+    for direction in ("forward", "backward"):
+        for way, group in getattr(groups, direction)._asdict().items():
+            everyone[f"{direction} {way}"] = group
+    for name, group in everyone.items():
         total = torch.tensor(rank)
-        dist.all_reduce(total, group=getattr(groups, name))
+        dist.all_reduce(total, group=group)
         sums[name] = int(total)
+    sums["groups"] = len(set(everyone.values()))
     if rank % num_stages in (0, num_stages - 1):
         total = torch.tensor(rank)
         dist.all_reduce(total, group=groups.ends)
@@ -49,8 +54,9 @@ def test_groups_reduce_over_the_right_processes():
     results = run_processes(sums_of_ranks, 6, 6, 3)
     for rank, sums in enumerate(results):
         topology = Topology(rank, 6, 3)
-        for name in ("pipeline", "forward", "backward", "control"):
+        for name in ("pipeline", "forward up", "forward down", "backward up", "backward down", "control"):
             assert sums[name] == sum(topology.pipeline_ranks)
+        assert sums["groups"] == 7
         assert sums["replica"] == sum(range(topology.pipeline_rank, 6, 3))
         if topology.pipeline_rank != 1:
             assert sums["ends"] == topology.pipeline_ranks[0] + topology.pipeline_ranks[-1]

@@ -1,12 +1,21 @@
-"""FLOPs against counts done one by one, and layer splits against all others."""
+"""FLOPs against counts done one by one."""
 
-from itertools import combinations, pairwise
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_seq1f1b.schedule.costs import ModelShape, attended_pairs, head_flops, layer_flops, layers_per_stage
+from lightning_seq1f1b.schedule.costs import (
+    Flops,
+    ModelShape,
+    attended_pairs,
+    flops_of_layers,
+    head_flops,
+    layer_flops,
+    part_flops,
+)
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, True, 128256)
 GPT2 = ModelShape(12, 768, 12, 12, 64, 3072, False, 50257)
@@ -70,36 +79,47 @@ def test_training_takes_the_linear_part_three_times_and_attention_three_and_a_ha
     assert head_flops(LLAMA_8B, 0, 7) == 3 * head_flops(LLAMA_8B, 0, 7, training=False)
 
 
-@given(shapes, st.data())
-def test_no_split_of_the_layers_is_faster(shape: ModelShape, data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, shape.num_layers))
-    length = data.draw(st.sampled_from([1, 128, 8192]))
-    layer, head = layer_flops(shape, 0, length), head_flops(shape, 0, length)
-
-    def slowest(split: tuple[int, ...]) -> float:
-        return max(layers * layer + (stage == num_stages - 1) * head for stage, layers in enumerate(split))
-
-    chosen = layers_per_stage(shape, num_stages, length)
-    assert len(chosen) == num_stages
-    assert sum(chosen) == shape.num_layers
-    assert min(chosen) >= 1
-    for cuts in combinations(range(1, shape.num_layers), num_stages - 1):
-        other = tuple(stop - start for start, stop in pairwise((0, *cuts, shape.num_layers)))
-        assert slowest(chosen) <= slowest(other)
+def test_backward_is_split_into_what_can_wait_and_what_cannot() -> None:
+    flops = Flops(linear=10.0, attention=4.0, joint=3.0)
+    assert flops.forward == 14.0
+    assert flops.input_grad == 10.0 + 3.0 + 2.5 * 4.0
+    assert flops.weight_grad == 7.0
+    assert flops.training == 14.0 + 20.0 + 10.0
+    assert flops + flops == flops.times(2) == Flops(20.0, 8.0, 6.0)
 
 
-def test_the_stage_with_the_head_gets_fewer_layers() -> None:
-    assert layers_per_stage(LLAMA_8B, 4, 8192) == (8, 9, 9, 6)
-    assert layers_per_stage(LLAMA_8B, 4, 32768) == (8, 8, 9, 7)
-    assert layers_per_stage(ModelShape(30, 576, 9, 3, 64, 1536, True, 49152), 2, 2048) == (18, 12)
+def test_experts_cost_as_often_as_a_token_is_sent_to_them() -> None:
+    """Of 8 experts of width 100 a token sees 2, beside a shared one of 50; all 8 have to be held."""
+    shape = ModelShape(2, 64, 4, 4, 16, 50, True, 100, num_experts=8, experts_per_token=2, expert_size=100)
+    layer, attention, router = shape.layer(0), 4 * 64 * 64, 64 * 8
+    assert layer.matrices == attention + 3 * 64 * (50 + 2 * 100) + router
+    assert layer.parameters == attention + 3 * 64 * (50 + 8 * 100) + router
+    assert layer.joint_matrices == 3 * 64 * 2 * 100 + router
 
 
-def test_equal_splits_keep_later_stages_fuller() -> None:
-    """The earlier a stage, the more units it holds: with a head of no weight, 3 + 2 + 2 and 2 + 2 + 3 are as fast."""
-    assert layers_per_stage(ModelShape(7, 768, 12, 12, 64, 3072, False, 1), 3, 1024) == (2, 3, 2)
+def test_values_may_be_of_another_size_than_keys() -> None:
+    shape = ModelShape(2, 64, 4, 2, 24, 50, True, 100, value_head_dim=16)
+    layer = shape.layer(0)
+    assert layer.pair_width == 4 * (24 + 16)
+    assert layer.kv_width == 2 * (24 + 16)
+    assert layer.matrices == 64 * (4 * 24 + 2 * (24 + 16) + 4 * 16) + 3 * 64 * 50
 
 
-@pytest.mark.parametrize("num_stages", [0, 33])
-def test_stages_that_cannot_be_filled_are_refused(num_stages: int) -> None:
-    with pytest.raises(ValueError, match=f"32 layers cannot fill {num_stages} stages.*num_stages between 1 and 32"):
-        layers_per_stage(LLAMA_8B, num_stages, 1024)
+@given(st.lists(st.sampled_from([None, 0, 7, 100]), min_size=1, max_size=5), st.integers(0, 200), st.integers(0, 200))
+def test_every_layer_has_its_own_window(windows: list[int | None], start: int, length: int) -> None:
+    one = ModelShape(len(windows), 64, 4, 4, 16, 256, True, 100)
+    layers = tuple(replace(one.layer(0), window=window) for window in windows)
+    shape, stop = replace(one, layers=layers), start + length
+    flops = flops_of_layers(shape, range(len(windows)), start, stop)
+    pairs = sum(attended_pairs(start, stop, window) for window in windows)
+    assert flops.attention == pytest.approx(4 * 64 * pairs)
+    assert flops.linear == pytest.approx(len(windows) * flops_of_layers(one, [0], start, stop).linear)
+    assert layer_flops(shape, start, stop) == pytest.approx(flops.training / len(windows))
+    parts = part_flops(shape, stop)
+    assert parts.layers == tuple(flops_of_layers(shape, [index], 0, stop).training for index in range(len(windows)))
+    assert parts.head == head_flops(shape, 0, stop)
+
+
+def test_layers_that_are_not_as_many_are_refused() -> None:
+    with pytest.raises(ValueError, match="a shape of 32 layers describes 2 of them"):
+        replace(LLAMA_8B, layers=(LLAMA_8B.layer(0),) * 2)

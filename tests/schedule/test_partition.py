@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_seq1f1b.schedule.costs import ModelShape, head_flops, layer_flops
-from lightning_seq1f1b.schedule.partition import balanced, equal_cost, even, partition
+from lightning_seq1f1b.schedule.partition import Partition, balanced, between, equal_cost, even, partition
 from lightning_seq1f1b.schedule.spans import Span, spans
 
 SMALL = ModelShape(30, 576, 9, 3, 64, 1536, True, 49152)
@@ -114,6 +114,38 @@ def test_boundaries_of_the_reference_implementation(num_chunks: int, expected: l
     assert lengths(equal_cost(32768, num_chunks, cost)) == expected
 
 
+@given(rows(), shapes, st.floats(0, 1), st.sampled_from([1, 2, 16, 96, 128]))
+def test_chunks_between_cover_the_row(row: tuple[int, int], shape: ModelShape, boundary: float, multiple: int) -> None:
+    assert_covers(partition(boundary, *row, shape, multiple), *row)
+
+
+@given(st.integers(20_000, 60_000), st.integers(1, 6), shapes, st.floats(0.01, 1), st.sampled_from([1, 96, 128]))
+def test_boundaries_lie_that_far_on_the_way_from_even_to_balanced(
+    length: int, num_chunks: int, shape: ModelShape, boundary: float, multiple: int
+) -> None:
+    chunks = partition(boundary, length, num_chunks, shape, multiple)
+    ends = zip(even(length, num_chunks), balanced(length, num_chunks, shape), chunks, strict=True)
+    for from_, to, chunk in ends:
+        assert chunk.start % multiple == 0
+        assert abs(chunk.start - (from_.start + boundary * (to.start - from_.start))) <= multiple / 2 + 1
+
+
+def test_numbers_end_at_the_named_partitions() -> None:
+    assert partition(0, 1000, 3, SMALL, 16) == partition(0.0, 1000, 3, SMALL, 16) == even(1000, 3)
+    assert partition(1, 1000, 3, SMALL, 16) == partition(1.0, 1000, 3, SMALL, 16) == balanced(1000, 3, SMALL, 16)
+    assert lengths(partition(0.5, 8192, 4, SMALL, 128)) == [2560, 2048, 1920, 1664]
+
+
+def test_balance_is_of_the_cost_that_is_given() -> None:
+    """Twice the cost for the first half of the row: a third of the tokens of the first half make a chunk of three."""
+
+    def cost(start: int, stop: int) -> float:
+        return 2 * (min(stop, 600) - min(start, 600)) + (max(stop, 600) - max(start, 600))
+
+    assert lengths(partition("balanced", 1200, 3, SMALL, cost=cost)) == [300, 300, 600]
+    assert lengths(between(0.5, 1200, 3, cost)) == [350, 350, 500]
+
+
 def test_named_partitions_and_lists() -> None:
     assert partition("even", 10, 3, SMALL, 4) == even(10, 3)
     assert partition("balanced", 1000, 3, SMALL, 16) == balanced(1000, 3, SMALL, 16)
@@ -132,16 +164,20 @@ def test_named_partitions_and_lists() -> None:
             "xyz",
             8,
             2,
-            "unknown partition 'xyz', expected one of 'even', 'balanced', or give the chunk lengths as a list",
+            "unknown partition 'xyz', expected one of 'even', 'balanced', or give a number from 0",
         ),
         ([4, 3], 8, 2, r"\[4, 3\] add up to 7 tokens, but the rows have 8"),
         ([4, 4], 8, 3, "lists 2 chunk lengths, but num_chunks is 3"),
         ([8, 0], 8, 2, r"at least one token, but partition is \[8, 0\]"),
         ([9, -1], 8, 2, r"at least one token, but partition is \[9, -1\]"),
         ([], 8, 2, "lists 0 chunk lengths"),
+        (1.5, 8, 2, "between 0 .even. and 1 .balanced., not at 1.5"),
+        (-1, 8, 2, "between 0 .even. and 1 .balanced., not at -1"),
+        (float("nan"), 8, 2, "not at nan"),
+        (0.5, 3, 4, "3 tokens cannot make 4 chunks.*set num_chunks to 3 or less"),
     ],
 )
-def test_bad_partitions_are_refused(spec: str | list[int], length: int, num_chunks: int, message: str) -> None:
+def test_bad_partitions_are_refused(spec: Partition, length: int, num_chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         partition(spec, length, num_chunks, SMALL, 1)
 

@@ -1,13 +1,12 @@
 """The compute orders, drawn as in their docstrings."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from textwrap import dedent
 
 import pytest
 
 from lightning_seq1f1b.schedule import policies
-from lightning_seq1f1b.schedule.actions import Action
+from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
 from lightning_seq1f1b.schedule.draw import draw
 from lightning_seq1f1b.schedule.plan import make_plan
 from lightning_seq1f1b.schedule.simulate import Costs, simulate
@@ -51,20 +50,15 @@ def test_picture(request_: tuple[str, int, int, int]) -> None:
 
 @pytest.mark.parametrize("request_", PICTURES, ids=lambda request_: request_[0])
 def test_docstring_shows_the_picture(request_: tuple[str, int, int, int]) -> None:
-    policy = policies.POLICIES[request_[0]]
-    assert dedent(PICTURES[request_]).strip() in dedent_docstring(policy)
-    for count, word in zip(request_[1:], ("stage", "microbatch", "chunk"), strict=True):
-        assert f"{count} {word}" in dedent_docstring(policy)
-
-
-def dedent_docstring(policy: Callable[..., object]) -> str:
-    lines = (policy.__doc__ or "").splitlines()
-    return "\n".join(line.strip() for line in lines)
+    docstrings = "\n".join(
+        line.strip() for function in (policies.mix, policies.forward_only) for line in function.__doc__.splitlines()
+    )
+    assert dedent(PICTURES[request_]).strip() in docstrings
 
 
 def test_more_stages_than_work_warm_up_with_all_forwards() -> None:
-    orders = policies.seq1f1b(4, 1, 2)
-    assert [" ".join(map(str, order)) for order in orders] == [
+    plan = make_plan("seq1f1b", 4, 1, 2)
+    assert [" ".join(map(str, order)) for order in plan.compute] == [
         "0F0.0 0F0.1 0B0.1 0B0.0",
         "1F0.0 1F0.1 1B0.1 1B0.0",
         "2F0.0 2F0.1 2B0.1 2B0.0",
@@ -73,17 +67,34 @@ def test_more_stages_than_work_warm_up_with_all_forwards() -> None:
 
 
 def test_one_stage_finishes_a_microbatch_before_the_next() -> None:
-    (order,) = policies.one_f_one_b(1, 3, 1)
+    (order,) = make_plan("1f1b", 1, 3, 1).compute
     assert order == tuple(map(Action.parse, ["0F0.0", "0B0.0", "0F1.0", "0B1.0", "0F2.0", "0B2.0"]))
 
 
 def test_backwards_add_up_in_one_order() -> None:
-    def backwards(policy: policies.Policy) -> list[list[Action]]:
-        return [[action for action in order if action.kind.value == "B"] for order in policy(3, 4, 2)]
+    """So the schedules agree to the last bit, with weight gradients in the same order too."""
 
-    assert backwards(policies.gpipe) == backwards(policies.seq1f1b)
+    def backwards(schedule: str, virtual_stages: int = 1) -> list[list[tuple[int, Unit]]]:
+        plan = make_plan(schedule, 3, 4, 2, virtual_stages=virtual_stages)
+        kinds = (Kind.W,) if plan.splits_backward else (Kind.B,)
+        return [[(action.stage, action.unit) for action in order if action.kind in kinds] for order in plan.compute]
+
+    assert backwards("gpipe") == backwards("seq1f1b") == backwards("seq1f1b_zb")
+    assert backwards("interleaved_seq1f1b", 2) == backwards("interleaved_seq1f1b_zb", 2)
 
 
-def test_1f1b_on_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_chunks is 2; set num_chunks=1, or use schedule='seq1f1b'"):
-        policies.one_f_one_b(2, 2, 2)
+def test_interleaving_with_one_stage_on_a_rank_changes_nothing() -> None:
+    assert make_plan("interleaved_seq1f1b", 3, 2, 4).compute == make_plan("seq1f1b", 3, 2, 4).compute
+    assert make_plan("interleaved_seq1f1b_zb", 3, 2, 4).compute == make_plan("seq1f1b_zb", 3, 2, 4).compute
+
+
+def test_a_group_goes_through_all_stages_of_a_rank_before_the_next() -> None:
+    order, _ = make_plan("forward", 2, 2, 2, virtual_stages=2).compute
+    assert " ".join(map(str, order)) == "0F0.0 0F0.1 2F0.0 2F0.1 0F1.0 0F1.1 2F1.0 2F1.1"
+
+
+def test_groups_take_as_many_microbatches_as_give_every_rank_a_unit() -> None:
+    order = make_plan("forward", 3, 5, 2, virtual_stages=2).compute[0]
+    groups = [[int(a.unit.microbatch) for a in order if a.stage == stage and a.unit.chunk == 0] for stage in (0, 3)]
+    assert groups == [[0, 1, 2, 3, 4]] * 2
+    assert " ".join(str(action.stage) for action in order) == "0 0 0 0 0 0 3 3 3 3 3 3 0 0 0 0 3 3 3 3"

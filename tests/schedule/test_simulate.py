@@ -15,7 +15,7 @@ from lightning_seq1f1b.schedule.costs import ModelShape, head_flops, layer_flops
 from lightning_seq1f1b.schedule.dependencies import dependencies
 from lightning_seq1f1b.schedule.partition import balanced, equal_cost, even
 from lightning_seq1f1b.schedule.plan import Plan, make_plan
-from lightning_seq1f1b.schedule.simulate import Costs, peak_units, simulate
+from lightning_seq1f1b.schedule.simulate import Costs, simulate
 from lightning_seq1f1b.schedule.spans import Span
 
 times = st.fractions(0, 10, max_denominator=20)
@@ -88,9 +88,7 @@ def test_makespan_is_the_longest_path(schedule: str, p: int, m: int, k: int, ran
 
 
 def longest_path(plan: Plan, cost: Callable[[Action], int]) -> dict[Action, int]:
-    needs = {
-        action: set(dependencies(action, plan.num_stages, plan.num_chunks)) for row in plan.compute for action in row
-    }
+    needs = {action: set(dependencies(action, plan.codes)) for row in plan.compute for action in row}
     for row in plan.compute:
         for earlier, later in pairwise(row):
             needs[later].add(earlier)
@@ -112,7 +110,7 @@ def test_timeline_is_possible(p: int, m: int, k: int, data: st.DataObject) -> No
             event = events[action]
             assert event.rank == rank
             assert event.end - event.start == costs(action)
-            for needed in dependencies(action, p, k):
+            for needed in dependencies(action, plan.codes):
                 crosses = needed.stage != action.stage
                 assert events[needed].end + (latency if crosses else 0) <= event.start
         for earlier, later in pairwise(row):
@@ -154,11 +152,6 @@ def test_times_that_are_none_are_refused(field: str, time: float) -> None:
 def test_weights_that_do_not_fit_are_refused(weights: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="chunk_weights must be 2 positive numbers"):
         Costs(1, 1, 1, 2, weights)
-
-
-def test_peak_counts_what_is_held_at_once() -> None:
-    order = tuple(map(Action.parse, ["0F0.0", "0F0.1", "0B0.1", "0F1.0", "0B0.0", "0F1.1", "0B1.1", "0B1.0"]))
-    assert peak_units(order, trains=True) == 2
 
 
 LLAMA_8B = ModelShape(

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from lightning_seq1f1b.schedule.actions import Action
-from lightning_seq1f1b.schedule.plan import make_plan
+from lightning_seq1f1b.schedule.plan import Plan, make_plan
+from lightning_seq1f1b.schedule.policies import POLICIES
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 PRIVATE_NAMES = ("_Action", "_ComputationType", "_add_send_recv", "_simulate_comms_compute")
@@ -15,20 +16,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "gpipe", "1f1b", "forward"])
+def as_torch(plan: Plan, action: Action) -> object:
+    """The action as torch knows it: a unit is a microbatch there."""
+    kind = torch_schedules._ComputationType.from_str(action.kind.value)
+    return torch_schedules._Action(action.stage, kind, action.unit.microbatch * plan.num_chunks + action.unit.chunk)
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_torch_lowers_and_simulates_the_plan_without_a_stall(schedule: str) -> None:
-    kinds = torch_schedules._ComputationType
-    chunk_counts = (1,) if schedule == "1f1b" else range(1, 5)
-    for num_stages, num_microbatches, num_chunks in product(range(1, 6), range(1, 5), chunk_counts):
-
-        def unit_as_microbatch(action: Action, num_chunks: int = num_chunks) -> object:
-            index = action.unit.microbatch * num_chunks + action.unit.chunk
-            return torch_schedules._Action(action.stage, kinds.from_str(action.kind.value), index)
-
-        plan = make_plan(schedule, num_stages, num_microbatches, num_chunks)
-        compute = {rank: [unit_as_microbatch(action) for action in row] for rank, row in enumerate(plan.compute)}
-        lowered = torch_schedules._add_send_recv(compute, plan.stage_to_rank.__getitem__, num_stages)
+    policy = POLICIES[schedule]
+    chunk_counts = (1,) if policy.whole_rows else range(1, 5)
+    virtual_stages = (1, 2) if policy.interleaves else (1,)
+    for num_ranks, num_microbatches, num_chunks, v in product(range(1, 6), range(1, 4), chunk_counts, virtual_stages):
+        plan = make_plan(schedule, num_ranks, num_microbatches, num_chunks, virtual_stages=v)
+        compute = {rank: [as_torch(plan, action) for action in row] for rank, row in enumerate(plan.compute)}
+        lowered = torch_schedules._add_send_recv(compute, plan.stage_to_rank.__getitem__, plan.num_stages)
 
         for rank, row in enumerate(plan.actions):
-            assert sorted(map(str, lowered[rank])) == sorted(str(unit_as_microbatch(action)) for action in row)
-        torch_schedules._simulate_comms_compute(lowered, plan.stage_to_rank.__getitem__, num_stages)
+            assert sorted(map(str, lowered[rank])) == sorted(str(as_torch(plan, action)) for action in row)
+        torch_schedules._simulate_comms_compute(lowered, plan.stage_to_rank.__getitem__, plan.num_stages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import lightning as L
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_seq1f1b import Seq1F1BStrategy
 
 STRATEGY = {"num_chunks": 3}
+VIRTUAL = {**STRATEGY, "schedule": "interleaved_seq1f1b_zb", "virtual_stages": 2}
+PLACES = {"2 stages": (2, STRATEGY), "3 stages": (3, STRATEGY), "2 x 2 stages": (2, VIRTUAL)}
 
 
 class Steering(FineTune):
@@ -38,6 +42,33 @@ class LateHooks(FineTune):
             layer.register_forward_hook(lambda module, args, output: output * 1.1)
 
 
+class MaskedGradients(FineTune):
+    """A hook on every weight that drops half of its gradient."""
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[-1]) % 2))
+
+
+class HookedModules(FineTune):
+    """Hooks on linear layers that change what goes forward and backward through them."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in self.model.model.layers:
+            layer.mlp.up_proj.register_forward_hook(lambda module, args, output: output * 0.9)
+            layer.mlp.down_proj.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 1.1,))
+            layer.mlp.down_proj.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.9,))
+
+
+class Recomputing(FineTune):
+    """Keeps no activations of its layers."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.gradient_checkpointing_enable()
+
+
 class LeftPadded(FineTune):
     """Pads every row at the left; OPT derives positions from the mask."""
 
@@ -54,33 +85,41 @@ class LeftPadded(FineTune):
 CASES = {
     "steering": (Steering, {}),
     "late_hooks": (LateHooks, {}),
+    "masked_gradients": (MaskedGradients, {"tie_word_embeddings": True}),
+    "hooked_modules": (HookedModules, {}),
+    "recomputing": (Recomputing, {}),
     "left_padded_opt": (LeftPadded, {"family": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "left_padded_llama": (LeftPadded, {}),
     "tied": (FineTune, {"tie_word_embeddings": True}),
 }
 
 
-def outcome(case, devices):
+def outcome(case, devices, strategy):
     cls, overrides = CASES[case]
     scenario = Scenario(
-        module=overrides, strategy=STRATEGY, trainer={"gradient_clip_val": 0.5, "max_epochs": 1}, module_class=cls
+        module=overrides, strategy=strategy, trainer={"gradient_clip_val": 0.5, "max_epochs": 1}, module_class=cls
     )
     return train(scenario, devices)
 
 
-def outcomes(rank, devices):
-    return {case: outcome(case, devices) for case in CASES}
+def outcomes(rank, devices, strategy):
+    return {case: outcome(case, devices, strategy) for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def staged():
-    return {devices: run_processes(outcomes, devices, devices) for devices in (2, 3)}
+    return {place: run_processes(outcomes, devices, devices, given) for place, (devices, given) in PLACES.items()}
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@functools.cache
+def one_device(case):
+    return outcome(case, None, {})
+
+
+@pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("case", list(CASES))
-def test_equals_one_device(staged, case, devices):
-    assert_same([by_case[case] for by_case in staged[devices]], outcome(case, None), 5e-6)
+def test_equals_one_device(staged, case, place):
+    assert_same([by_case[case] for by_case in staged[place]], one_device(case), 5e-6)
 
 
 class OwnLoss(FineTune):
@@ -147,10 +186,10 @@ REFUSED = {
 }
 
 
-def refusals(rank):
+def refusals(rank, strategy):
     messages = {}
     for cls in REFUSED:
-        trainer = L.Trainer(**QUIET, devices=2, max_steps=1, strategy=Seq1F1BStrategy(**STRATEGY))
+        trainer = L.Trainer(**QUIET, devices=2, max_steps=1, strategy=Seq1F1BStrategy(**strategy))
         try:
             trainer.fit(cls(), DataLoader(Rows(2), batch_size=2))
         except Exception as error:
@@ -160,11 +199,12 @@ def refusals(rank):
 
 @pytest.fixture(scope="module")
 def refused():
-    return run_processes(refusals, 2)
+    return {place: run_processes(refusals, 2, PLACES[place][1]) for place in ("2 stages", "2 x 2 stages")}
 
 
+@pytest.mark.parametrize("place", ["2 stages", "2 x 2 stages"])
 @pytest.mark.parametrize("cls", list(REFUSED))
-def test_is_refused_on_every_rank_with_the_reason(refused, cls):
-    for messages in refused:
+def test_is_refused_on_every_rank_with_the_reason(refused, cls, place):
+    for messages in refused[place]:
         with pytest.raises(RuntimeError, match=REFUSED[cls]):
             raise RuntimeError(messages[cls.__name__])

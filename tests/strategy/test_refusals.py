@@ -130,6 +130,16 @@ def more_stages_than_layers():
     return {"module": FineTune(num_hidden_layers=1)}
 
 
+@refuses("4 layers cannot fill 6 stages (2 ranks x 3) with at least one layer each; set virtual_stages between 1 and 2")
+def more_virtual_stages_than_fit():
+    return {"strategy": {"schedule": "interleaved_seq1f1b", "virtual_stages": 3}}
+
+
+@refuses("activation_cap=2 is below 3, the units that a rank must hold before the first backward")
+def cap_below_the_floor():
+    return {"strategy": {"activation_cap": 2}}
+
+
 @refuses("BertForSequenceClassification has no output embeddings, so it is no causal language model")
 def classifier():
     return {"module": Holds(functools.partial(BertForSequenceClassification, SMALL_BERT))}
@@ -232,13 +242,31 @@ def test_refused_on_all_ranks_before_any_message(case, kind, text):
         ({"partition": "ballanced"}, "did you mean 'balanced'"),
         ({"partition": []}, "partition must list the chunks' lengths, at least one token each"),
         ({"partition": [3, 0]}, "at least one token each"),
-        ({"partition": 3}, "partition must list the chunks' lengths"),
+        ({"partition": 3}, "partition must be a number from 0 (even) to 1 (balanced), 'even' or 'balanced', or list"),
+        ({"partition": -0.5}, "partition must be a number from 0 (even) to 1 (balanced)"),
+        ({"partition": True}, "partition must be a number from 0 (even) to 1 (balanced)"),
+        ({"partition": None}, "partition must be a number from 0 (even) to 1 (balanced)"),
         ({"partition": [True, 3]}, "at least one token each"),
         ({"num_stages": "2"}, "num_stages must be at least 1"),
         ({"num_stages": 2.0}, "num_stages must be at least 1"),
         ({"partition": [3, 4], "num_chunks": 3}, "partition lists 2 chunks, but num_chunks=3"),
-        ({"schedule": "1f1b", "num_chunks": 4}, "runs whole rows, so num_chunks must be 1, not 4"),
-        ({"schedule": "1f1b", "partition": [3, 4]}, "runs whole rows"),
+        ({"schedule": "1f1b", "num_chunks": 4}, "moves whole sequences, but num_chunks is 4; set num_chunks=1, or use"),
+        ({"schedule": "1f1b", "partition": [3, 4]}, "moves whole sequences"),
+        ({"schedule": "zb1p", "num_chunks": 2}, "or use schedule='seq1f1b_zb'"),
+        ({"schedule": "interleved_seq1f1b"}, "did you mean 'interleaved_seq1f1b'"),
+        ({"virtual_stages": 2}, "virtual_stages is 2; set virtual_stages=1, or use schedule='interleaved_seq1f1b'"),
+        ({"schedule": "zb1p", "virtual_stages": 2}, "virtual_stages is 2; set virtual_stages=1, or use schedule="),
+        ({"virtual_stages": 0}, 'virtual_stages must be a positive integer or "auto", not 0'),
+        ({"virtual_stages": None}, 'virtual_stages must be a positive integer or "auto", not None'),
+        ({"layers": [2, 0]}, "layers must list how many layers each stage has, at least one, not [2, 0]"),
+        ({"layers": []}, "layers must list how many layers each stage has"),
+        ({"profile": "file.json"}, "profile='file.json' is for schedule='auto', but the schedule is 'seq1f1b'"),
+        ({"schedule": "auto", "activation_cap": 9}, "leave it out with schedule='auto'"),
+        ({"schedule": "auto", "num_chunks": 0}, "num_chunks must be a positive integer"),
+        ({"memory_knob": 0}, "memory_knob must be a positive integer, or None"),
+        ({"memory_knob": 1.5}, "memory_knob must be a positive integer, or None"),
+        ({"schedule": "gpipe", "memory_knob": 2}, "memory_knob has no effect on schedule 'gpipe'"),
+        ({"activation_cap": -1}, "activation_cap must be a positive integer, or None"),
     ],
 )
 def test_arguments_are_checked_when_the_strategy_is_made(arguments, text):

@@ -1,5 +1,7 @@
 """The strategy in a user's own LightningCLI program: by class path, by name, overridden, printed, misspelt."""
 
+import inspect
+
 import pytest
 import yaml
 from support.fitting import difference
@@ -112,6 +114,29 @@ def test_command_line_takes_every_argument():
 
 
 @pytest.mark.behaviour(41)
+def test_command_line_takes_virtual_stages_and_their_schedule():
+    strategy = made(
+        f"--trainer.strategy={SHORT_PATH}",
+        "--trainer.strategy.schedule=interleaved_seq1f1b_zb",
+        "--trainer.strategy.virtual_stages=2",
+        "--trainer.strategy.memory_knob=1",
+        "--trainer.strategy.activation_cap=9",
+        "--trainer.devices=2",
+    )
+    assert (strategy.schedule, strategy.virtual_stages) == ("interleaved_seq1f1b_zb", 2)
+    assert (strategy.memory_knob, strategy.activation_cap) == (1, 9)
+
+
+@pytest.mark.behaviour(41)
+@pytest.mark.parametrize("given", [0.5, 1.0, "even", [5, 6]], ids=str)
+def test_a_partition_is_a_name_a_number_or_lengths(tmp_path, given):
+    by_argument = made(f"--trainer.strategy={SHORT_PATH}", f"--trainer.strategy.partition={given}")
+    by_file = made("--config", config(tmp_path / "g.yaml", partition=given))
+    assert by_argument.partition == by_file.partition == given
+    assert type(by_argument.partition) is type(by_file.partition) is type(given)
+
+
+@pytest.mark.behaviour(41)
 def test_printed_config_shows_all_arguments_and_reads_again(tmp_path, capsys):
     path = config(tmp_path / "d.yaml", SHORT_PATH, num_chunks=3)
     first = printed(capsys, "fit", "--config", path, "--print_config")
@@ -122,7 +147,12 @@ def test_printed_config_shows_all_arguments_and_reads_again(tmp_path, capsys):
         "num_microbatches": "auto",
         "num_chunks": 3,
         "schedule": "seq1f1b",
+        "virtual_stages": "auto",
+        "memory_knob": None,
+        "activation_cap": None,
         "partition": "balanced",
+        "layers": None,
+        "profile": None,
         "broadcast_batch": False,
         "trace": False,
         "process_group_backend": None,
@@ -134,9 +164,9 @@ def test_printed_config_shows_all_arguments_and_reads_again(tmp_path, capsys):
 @pytest.mark.parametrize("name", [FULL_PATH, SHORT_PATH])
 def test_help_explains_every_argument(capsys, name):
     text = " ".join(printed(capsys, "fit", f"--trainer.strategy.help={name}").split())
-    for argument in ("num_stages", "num_microbatches", "num_chunks", "schedule", "partition", "broadcast_batch"):
+    for argument in inspect.signature(Seq1F1BStrategy).parameters:
         assert f"--trainer.strategy.{argument} " in text
-    assert "pipeline stages of one replica" in text
+    assert "pipeline ranks of one replica" in text
     assert "More chunks shrink the bubble" in text
 
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from lightning_seq1f1b.models.split import cut
 from lightning_seq1f1b.models.stage import HuggingFaceStage
+from lightning_seq1f1b.models.stage import make_stages as make_stages_of
 from lightning_seq1f1b.runtime.batching import cut_batch, loss_denominator, shift_labels
+from lightning_seq1f1b.runtime.split_backward import DeferredGradients, SplitBackward
 from lightning_seq1f1b.schedule.spans import spans
 
 LAYER_RANGES = (range(1), range(1, 3), range(3, 4))
@@ -36,10 +38,16 @@ def run_whole(model: PreTrainedModel, batch: dict[str, Tensor]) -> Result:
     return Result(loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-def make_stages(model: PreTrainedModel, layer_ranges: Sequence[range] = LAYER_RANGES) -> list[HuggingFaceStage]:
-    """The stages of a model, each cut from a copy of its own."""
-    copies = [copy.deepcopy(model) for _ in layer_ranges]
-    return [HuggingFaceStage(cut(twin, index, layer_ranges)) for index, twin in enumerate(copies)]
+def make_stages(
+    model: PreTrainedModel, layer_ranges: Sequence[range] = LAYER_RANGES, num_ranks: int | None = None
+) -> list[HuggingFaceStage]:
+    """The stages of a model; those of each rank are cut from a copy of its own. One on a rank, or dealt in turn."""
+    num_ranks = len(layer_ranges) if num_ranks is None else num_ranks
+    stages: dict[int, HuggingFaceStage] = {}
+    for rank in range(num_ranks):
+        split = cut(copy.deepcopy(model), range(rank, len(layer_ranges), num_ranks), layer_ranges)
+        stages.update(make_stages_of(split))
+    return [stages[index] for index in range(len(layer_ranges))]
 
 
 def run_stages(
@@ -47,36 +55,49 @@ def run_stages(
     batch: dict[str, Tensor],
     chunk_lengths: Sequence[int] = CHUNK_LENGTHS,
     num_microbatches: int = 1,
+    *,
+    split: bool = False,
 ) -> Result:
-    """Every forward, then every backward, last chunk first, on all stages in turn."""
+    """Every forward, then every backward, last chunk first, on all stages in turn.
+
+    With `split`, the weight gradients of linear layers are computed after all backwards of a microbatch.
+    """
     loss = torch.zeros((), dtype=torch.float64)
+    splits = {stage.index: SplitBackward(stage.linears if split else ()) for stage in stages}
     for microbatch in cut_batch(batch, num_microbatches, spans(chunk_lengths)):
         states = [stage.open(microbatch, training=True) for stage in stages]
         in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         for number, chunk in enumerate(microbatch.chunks):
             hidden = None
             for stage, state in zip(stages, states, strict=True):
-                output = stage.forward(chunk, hidden, state)
+                with splits[stage.index].deferring():
+                    output = stage.forward(chunk, hidden, state)
                 in_flight[stage.index, number] = hidden, output
                 hidden = output.detach().requires_grad_()
             loss += output.detach()
+        due = []
         for number in reversed(range(len(microbatch.chunks))):
             gradient = None
             for stage, state in zip(reversed(stages), reversed(states), strict=True):
                 hidden, output = in_flight.pop((stage.index, number))
                 roots, gradients = state.carried(number)
-                torch.autograd.backward([output, *roots], [gradient, *gradients])
+                due.append(DeferredGradients())
+                with splits[stage.index].deferring(due[-1]):
+                    torch.autograd.backward([output, *roots], [gradient, *gradients])
                 gradient = None if hidden is None else hidden.grad
         for state in states:
             state.close()
+        assert any(map(len, due)) == split
+        for deferred in due:
+            deferred.accumulate()
     return Result(loss, summed_gradients(stages))
 
 
 def summed_gradients(stages: Sequence[HuggingFaceStage]) -> dict[str, Tensor | None]:
-    """Gradients by name; of a parameter on several stages the sum."""
+    """Gradients by name; of a parameter on several ranks the sum."""
     total: dict[str, Tensor | None] = {}
-    for stage in stages:
-        for name, parameter in stage.model.named_parameters():
+    for model in {id(stage.model): stage.model for stage in stages}.values():
+        for name, parameter in model.named_parameters():
             before = total.get(name)
             total[name] = parameter.grad if before is None else before + parameter.grad
     return total

@@ -81,7 +81,8 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     }
     kinds = list(dict.fromkeys(default.to_dict().get("layer_types") or ()))
     if kinds:
-        values["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
+        count = overrides.get("num_hidden_layers", NUM_LAYERS)
+        values["layer_types"] = (kinds * count)[:count]
     values.update(_FAMILY.get(family, {}))
     values.update(overrides)
     config = cls(**values)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
+from lightning_seq1f1b.runtime.linear_layers import linear_layers
 
 HIDDEN, VOCAB = 8, 11
 
@@ -52,6 +53,7 @@ class ToyStage(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN) if index == 0 else None
         self.layers = nn.ModuleList(ToyLayer() for _ in range(num_layers))
         self.head = nn.Linear(HIDDEN, VOCAB) if index == num_stages - 1 else None
+        self.linears = linear_layers(self)
 
     def open(self, microbatch: Microbatch, *, training: bool) -> ToyState:
         return ToyState([KVBuffer(microbatch.length) for _ in self.layers])
