@@ -55,7 +55,7 @@ class HuggingFaceStage:
 
     @property
     def linears(self) -> Sequence[LinearLayer]:
-        """Its linear layers, for a split backward; without the head, whose output gradient is as large as the logits."""
+        """Its linear layers, for a split backward; not the head, whose output gradient is as large as the logits."""
         head = self.model.get_output_embeddings()
         with self._staged.split.only(self._index):
             found = linear_layers(self.model, transposed=(Conv1D,))

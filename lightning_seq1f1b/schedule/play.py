@@ -15,7 +15,6 @@ from lightning_seq1f1b.schedule.dependencies import needs
 from lightning_seq1f1b.schedule.timeline import Time
 from lightning_seq1f1b.schedule.unit_times import UnitTimes
 
-
 Played: TypeAlias = tuple[int, int, Time, Time]
 """One compute action of a play: rank, code, start, end."""
 

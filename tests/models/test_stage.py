@@ -170,7 +170,7 @@ def test_parts_of_a_cut_model_do_not_run_alone() -> None:
 
 
 @pytest.mark.parametrize(("family", "transposed", "each"), [("llama", False, 7), ("gpt2", True, 4)])
-def test_linear_layers_of_each_stage_on_one_rank_are_those_of_its_layers(family: str, transposed: bool, each: int) -> None:
+def test_linears_of_each_stage_are_those_of_its_layers(family: str, transposed: bool, each: int) -> None:
     stages = make_stages(tiny_model(family, tie_word_embeddings=False), num_ranks=1)
     names = {module: name for name, module in stages[0].model.named_modules()}
     seen = []
