@@ -85,4 +85,4 @@ class OurContender:
     def simulated(self, units: Sequence[Units]) -> float:
         """See `Contender.simulated`."""
         seconds = dict(unit for row in units for unit in row)
-        return float(simulate(self.plan, seconds.__getitem__).makespan)
+        return float(simulate(self.plan, seconds.__getitem__, early_weight_grads=True).makespan)

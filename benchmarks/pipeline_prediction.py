@@ -47,7 +47,7 @@ def predicted_bubble(plan: Plan, spans: Sequence[Span], fits: dict[tuple[int, Ki
         fitted = fits[action.stage, action.kind](attended_pairs(span.start, span.stop), span.length)
         return max(fitted, 0.0)
 
-    return idle_share(simulate(plan, seconds).timeline, len(plan.compute))
+    return idle_share(simulate(plan, seconds, early_weight_grads=True).timeline, len(plan.compute))
 
 
 def idle_share(timeline: Iterable[Event], num_ranks: int) -> float:

@@ -121,7 +121,8 @@ class Measuring:
         largest = 256 if self.device.type == "cpu" else 1024
         while unit < largest and row_length(_doubled(2 * unit)) * per_token < seconds:
             unit *= 2
-        yield from _doubled(unit)
+        sizes = _doubled(unit)
+        yield from sizes if row_length(sizes) * per_token < seconds else sizes[:-1]
 
 
 def row_of(sizes: Sequence[int]) -> list[int]:

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="PATH_OR_NAME", help="directory, config.json or hub name in the local cache")
     add("--seq-len", type=int, required=True, metavar="N", help="tokens of a row")
     add("--devices", type=int, required=True, metavar="N", help="devices, each of them a rank of the pipeline")
-    add("--memory", metavar="SIZE", help=f"of a device, like 80GiB; {SPARE:.0%} of it is left free; the machine's own")
+    add("--memory", metavar="SIZE", help=f"of a device, like 80GiB; {SPARE:.0%}% of it is left free; the machine's own")
     add("--batch-size", type=int, metavar="N", help="rows of a step; as many as devices by default")
     add("--microbatches", type=int, metavar="M", help="microbatches of a step; one for each row by default")
     add("--machine", metavar="NAME", help=f"what a device is: {', '.join(MACHINES)}; that of the profile, else h100")

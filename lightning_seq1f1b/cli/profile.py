@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float64")
 NUM_STAGES = 3
-SECONDS = 30.0
+SECONDS = 20.0
 """How long the measuring may take, without loading the libraries and making the weights."""
 
 
@@ -60,7 +60,7 @@ def _measured(asked: argparse.Namespace) -> Iterator[str]:
     sample, layer = sample_config(config)
     model = sample_model(sample, getattr(torch, dtype), device)
     measuring = Measuring(model, shape.vocab_size, asked.rows)
-    sizes = asked.chunks or list(measuring.affordable(SECONDS / 5))
+    sizes = asked.chunks or list(measuring.affordable(SECONDS / 4))
     measurement = measuring.shortest(row_of(sizes), SECONDS, Progress("rounds measured"))
     profile, errors = fitted(shape, layer, measurement, asked.rows, dtype, _name(device))
     asked.output.write_text(profile.to_json())
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="PATH_OR_NAME", help="directory, config.json or hub name in the local cache")
     add("--output", type=Path, required=True, metavar="FILE", help="the profile to write, as JSON")
-    add("--chunks", type=_lengths, metavar="N,N", help="chunk lengths to measure; what half a minute allows by default")
+    add("--chunks", type=_lengths, metavar="N,N", help="chunk lengths to measure; what there is time for by default")
     add("--rows", type=int, default=1, metavar="N", help="rows of a microbatch; 1 by default")
     add("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}; bfloat16, on the CPU float32")
     add("--device", metavar="NAME", help="such as cpu or cuda:0; the accelerator by default where there is one")

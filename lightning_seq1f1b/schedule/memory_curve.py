@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_seq1f1b.schedule.actions import Kind
@@ -86,8 +86,14 @@ def memory_over_time(timeline: Iterable[Event], num_ranks: int, sizes: UnitSizes
     return curves
 
 
-def peaks(plan: Plan, sizes: UnitSizes) -> list[float]:
-    """The most that every rank holds at once when it runs its actions in the plan's order; times do not matter."""
+def peaks(plan: Plan, sizes: UnitSizes, rows: Sequence[Sequence[int]] | None = None) -> list[float]:
+    """The most that every rank holds at once when it runs its actions in some order; times do not matter.
+
+    Args:
+        plan: whose actions.
+        sizes: what its units hold.
+        rows: codes of every rank's compute actions in the order in which they run; the plan's when None.
+    """
     changes = _changes(sizes, trains=plan.trains)
     # By code and in one plain loop, because a planner asks this of thousands of plans.
     at_start, at_end = (
@@ -95,7 +101,7 @@ def peaks(plan: Plan, sizes: UnitSizes) -> list[float]:
         for when in (0, 1)
     )
     highest = []
-    for row in plan.compute_rows:
+    for row in plan.compute_rows if rows is None else rows:
         held: float = 0
         peak: float = 0
         for code in row:

@@ -60,6 +60,8 @@ def play(
     codes: Codes,
     durations: Durations,
     latency: Time = 0,
+    *,
+    early: bool = False,
 ) -> Play:
     """Run compute orders, in time linear in their actions up to a logarithm of the number of ranks.
 
@@ -72,8 +74,10 @@ def play(
         codes: the numbering.
         durations: times of the actions.
         latency: how long a transfer takes.
+        early: whether a rank that would wait runs the oldest W that is due instead, before its place.
     """
-    return _InOrder(rows, stage_to_rank, codes, durations, latency).run()
+    kind = _WithEarlyWeightGrads if early else _InOrder
+    return kind(rows, stage_to_rank, codes, durations, latency).run()
 
 
 def fill_gaps(
@@ -216,6 +220,45 @@ class _InOrder(Clock):
             now = self.run_action(rank, code, max(now, ready))
             position += 1
         self.position[rank] = position
+
+
+class _WithEarlyWeightGrads(_InOrder):
+    """Every rank runs its actions in a given order, but a weight gradient that is due while it would wait."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        stage_to_rank: Sequence[int],
+        codes: Codes,
+        durations: Durations,
+        latency: Time,
+    ) -> None:
+        super().__init__(rows, stage_to_rank, codes, durations, latency)
+        self.early = [0] * len(rows)
+
+    def go_on(self, rank: int, now: Time) -> None:
+        row, owed = self.rows[rank], self.owed[rank]
+        while self.position[rank] < len(row):
+            code = row[self.position[rank]]
+            if code & 7 == W:
+                self.position[rank] += 1
+                if self.early[rank]:
+                    self.early[rank] -= 1
+                else:
+                    now = self.run_weight_grad(rank, now)
+            else:
+                ready, missing = self.ready(code)
+                if owed and (missing is not None or ready > now):
+                    self.early[rank] += 1
+                    now = self.run_weight_grad(rank, now)
+                elif missing is not None:
+                    self.sleeping[missing].append(rank)
+                    return
+                else:
+                    now = self.run_action(rank, code, max(now, ready))
+                    self.position[rank] += 1
+            if self.others_first(rank, now):
+                return
 
 
 class _FillingGaps(Clock):

@@ -95,8 +95,18 @@ class Simulation:
         decode = self._codes.decode
         return tuple(Event(rank, decode(code), start, end) for rank, code, start, end in self._play.actions)
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """Codes of the compute actions of every rank, in the order in which they have run."""
+        rows: list[list[int]] = [[] for _ in self.work]
+        for rank, code, _, _ in self._play.actions:
+            rows[rank].append(code)
+        return rows
 
-def simulate(plan: Plan, costs: Callable[[Action], Time], latency: Time = 0) -> Simulation:
+
+def simulate(
+    plan: Plan, costs: Callable[[Action], Time], latency: Time = 0, *, early_weight_grads: bool = False
+) -> Simulation:
     """Play a plan, in time linear in its actions; exact when the times are fractions.
 
     Every rank runs its compute actions in the plan's order. Sends and receives take no time of the rank: the data is
@@ -109,12 +119,15 @@ def simulate(plan: Plan, costs: Callable[[Action], Time], latency: Time = 0) -> 
         plan: what to play.
         costs: the time of a compute action, such as a `UnitTimes` or `Costs`.
         latency: how long a transfer takes.
+        early_weight_grads: whether a rank that would wait runs the oldest W that is due instead, as the executor does;
+            else every W runs in its place, which is where the times that the plan was made for want it.
 
     Raises:
         PlanError: if the plan stalls, which a verified plan never does.
     """
     rows = plan.compute_rows
-    played = play(rows, plan.stage_to_rank, plan.codes, durations(plan, costs), latency)
+    times = durations(plan, costs)
+    played = play(rows, plan.stage_to_rank, plan.codes, times, latency, early=early_weight_grads)
     if played.waiting:
         rank, code = min(played.waiting.items())
         reason = f"the plan stalls: rank {rank} waits for {plan.codes.decode(code)}"

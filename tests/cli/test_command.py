@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -24,6 +25,13 @@ def test_help_lists_every_command_on_a_line(capsys, argument):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for command in COMMANDS:
         assert any(len(line) > 3 and line[0] == command for line in lines), command
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_describes_itself(capsys, command):
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert f"usage: lightning-seq1f1b {command}" in capsys.readouterr().out
 
 
 def test_version(capsys):

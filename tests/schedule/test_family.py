@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.plans import plans
 
 from lightning_seq1f1b.schedule.actions import Action, Kind
+from lightning_seq1f1b.schedule.dependencies import dependencies
 from lightning_seq1f1b.schedule.plan import Plan, make_plan
 from lightning_seq1f1b.schedule.simulate import Costs, Simulation, simulate
 from lightning_seq1f1b.schedule.unit_times import UnitTimes
@@ -164,6 +165,34 @@ def test_no_plan_stalls_or_passes_its_cap_whatever_the_times(plan: Plan, random:
         assert all(first.end <= second.start for first, second in pairwise(ran))
         halves = [[(a.stage, a.unit) for a in row if a.kind is kind] for kind in (Kind.I, Kind.W)]
         assert halves[0] == halves[1] or not plan.splits_backward
+
+
+@given(plans(names=["seq1f1b_zb", "interleaved_seq1f1b_zb", "zb1p"]), st.randoms(), some_time)
+def test_weight_gradients_run_early_only_while_the_rank_would_wait(plan: Plan, random: Random, latency: int) -> None:
+    """As in the executor: all else keeps its order, and by the n-th place of a W at least n of them have run."""
+    time = {action: random.randint(1, 9) for row in plan.compute for action in row}
+    simulation = simulate(plan, time.__getitem__, latency, early_weight_grads=True)
+    assert max(simulation.peak_units) <= plan.activation_cap
+    end = {event.action: event.end for event in simulation.timeline}
+    for rank, row in enumerate(plan.compute):
+        events = [event for event in simulation.timeline if event.rank == rank]
+        ran = [event.action for event in events]
+        weight_grads, others = ([a for a in row if (a.kind is Kind.W) == is_w] for is_w in (True, False))
+        assert [a for a in ran if a.kind is not Kind.W] == others
+        assert [a for a in ran if a.kind is Kind.W] == weight_grads
+        for place, event in enumerate(events):
+            if event.action.kind is not Kind.W:
+                continue
+            following = next((a for a in ran[place:] if a.kind is not Kind.W), None)
+            due = row[: row.index(following)] if following else row
+            if event.action not in due:
+                needed = dependencies(following, plan.codes)
+                arrivals = [end[n] + (latency if plan.stage_to_rank[n.stage] != rank else 0) for n in needed]
+                assert max(arrivals) > event.start
+        for place, action in enumerate(ran):
+            if action.kind is not Kind.W:
+                planned = sum(a.kind is Kind.W for a in row[: row.index(action)])
+                assert sum(a.kind is Kind.W for a in ran[:place]) >= planned
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.data())

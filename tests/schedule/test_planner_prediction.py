@@ -71,7 +71,7 @@ def test_memory_is_the_fullest_moment_of_the_simulated_step(seed, schedule, virt
     memory = evaluation.play(setting, whole=True).memory
     sizes = unit_sizes(problem.shape, layers, setting.spans(problem), problem.training)
     plan = evaluation.plan(setting, problem.num_microbatches)
-    timeline = simulate(plan, evaluation.times(setting), evaluation.latency(setting)).timeline
+    timeline = simulate(plan, evaluation.times(setting), evaluation.latency(setting), early_weight_grads=True).timeline
     for rank, curve in zip(memory, memory_over_time(timeline, 2, sizes), strict=True):
         held = rank.activations + rank.keys_values + rank.logits
         assert held == pytest.approx(max(value for _, value in curve), rel=1e-9)

@@ -38,7 +38,7 @@ def played(problem: Problem, setting: Setting) -> tuple[float, float] | None:
         )
     except ValueError:
         return None
-    simulation = simulate(plan, times, sum(messages) / len(messages))
+    simulation = simulate(plan, times, sum(messages) / len(messages), early_weight_grads=True)
     longest = max(span.length for span in spans)
     message = MESSAGES * longest * problem.training.rows * problem.shape.hidden_size * problem.training.activation_bytes
     peaks = [

@@ -256,12 +256,13 @@ class Evaluation:
         except ValueError:
             self._refused.add(order)
             return None
-        simulation = simulate(plan, self.times(setting), self.latency(setting))
+        simulation = simulate(plan, self.times(setting), self.latency(setting), early_weight_grads=True)
         memory = self._memory(setting, plan, simulation) if as_it_runs else None
         if memory is not None:
             held = tuple(rank.total for rank in memory)
         else:
-            ranks = zip(peaks(plan, self.sizes(setting)), self.resident(setting), strict=True)
+            held_by_units = peaks(plan, self.sizes(setting), simulation.rows if plan.splits_backward else None)
+            ranks = zip(held_by_units, self.resident(setting), strict=True)
             held = tuple(units + resident.total + self.buffers(setting) for units, resident in ranks)
         return _Played(float(simulation.makespan), held, memory)
 

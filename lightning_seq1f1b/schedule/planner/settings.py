@@ -15,10 +15,10 @@ from lightning_seq1f1b.schedule.suggest import unknown
 
 MEMORY_KNOBS: dict[str, tuple[int | None, ...]] = {
     "1f1b": (None,),
-    "gpipe": (None,),
     "interleaved_1f1b": (2, 1),
     "zb1p": (1, 2),
     "seq1f1b": (None,),
+    "gpipe": (None,),
     "interleaved_seq1f1b": (1, 2),
     "seq1f1b_zb": (1, 2),
     "interleaved_seq1f1b_zb": (1, 2, 3, 4),
