@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.fitting import ONE_DEVICE, Where, difference, everywhere, fit, rows, weights
 from support.planner_problems import random_problem
+from support.processes import run_processes
 from support.tiny_models import tiny_model
 from support.training import QUIET, FineTune
 
@@ -149,24 +151,32 @@ def test_the_machine_is_known_by_the_devices_name(monkeypatch):
         assert machine_of(torch.device("cuda", 0)) == MACHINES[preset]
 
 
+def fit_with_a_profile(rank, path):
+    """What the strategy has read of the layers' times, or why it refused to."""
+    strategy = Seq1F1BStrategy(schedule="auto", profile=path)
+    try:
+        L.Trainer(**{**QUIET, "max_steps": 1}, devices=1, strategy=strategy).fit(FineTune(), rows(length=LENGTH))
+    except ValueError as error:
+        return str(error)
+    return strategy._problem.profile.layer
+
+
 def test_a_profile_decides_on_one_rank_too(tmp_path: Path):
     """One rank has no bubble: whole rows, unless the profile says that they are slower than chunks."""
     shape = model_shape(tiny_model("llama", torch.float32).config)
     slow = {name: Fit(1e-3, 0.0, 0.0) for name in PASSES}
     none = {name: Fit(0.0, 0.0, 0.0) for name in PASSES}
     (tmp_path / "profile.json").write_text(Profile(shape, 1, "float32", "cpu", slow, none, none).to_json())
-    strategy = Seq1F1BStrategy(schedule="auto", profile=str(tmp_path / "profile.json"))
-    L.Trainer(**{**QUIET, "max_steps": 1}, devices=1, strategy=strategy).fit(FineTune(), rows(length=LENGTH))
-    assert strategy._problem.profile.layer == slow
+    (read,) = run_processes(fit_with_a_profile, 1, str(tmp_path / "profile.json"))
+    assert read == slow
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path):
     shape = model_shape(tiny_model("llama", torch.float32, hidden_size=64).config)
     none = {name: Fit(0.0, 0.0, 0.0) for name in PASSES}
     (tmp_path / "profile.json").write_text(Profile(shape, 1, "float32", "cpu", none, none, none).to_json())
-    strategy = Seq1F1BStrategy(schedule="auto", profile=str(tmp_path / "profile.json"))
-    with pytest.raises(ValueError, match=r"profile=.*is of another model"):
-        L.Trainer(**QUIET, devices=1, strategy=strategy).fit(FineTune(), rows())
+    (said,) = run_processes(fit_with_a_profile, 1, str(tmp_path / "profile.json"))
+    assert re.search(r"profile=.*is of another model", said)
 
 
 def test_layers_of_every_stage_are_the_users():
