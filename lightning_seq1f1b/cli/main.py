@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -20,6 +21,8 @@ COMMANDS = {
     "doctor": "say what is installed and built, and which attention kernel is used; --json",
 }
 TRAINING = ("fit", "validate", "test", "predict")
+_READER_GONE = 141
+"""The status of a Unix tool that SIGPIPE ends: 128 + 13."""
 USAGE = f"usage: lightning-seq1f1b [-h] [--version] {{{','.join(COMMANDS)}}} ..."
 
 
@@ -31,10 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             devices needs: the other processes are started with the same command line.
 
     Returns:
-        The process's exit status: 0, or 2 for a command line that is not understood.
+        The process's exit status: 0, 2 for a command line that is not understood, or 141 where nobody reads the output
+        any more, as in `lightning-seq1f1b schedule draw | head -1`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in TRAINING:  # processes that lose each other break pipes, too: that error has to be seen
+        from lightning_seq1f1b.cli import training
+
+        training.run(None if argv is None else arguments)
+        return 0
+    try:
+        try:
+            return _run(command, rest)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+
+
+def _run(command: str, rest: Sequence[str]) -> int:
     if command in ("-h", "--help"):
         print(_help())
     elif command == "--version":
@@ -59,10 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_seq1f1b.cli import doctor
 
         return doctor.main(rest)
-    elif command in TRAINING:
-        from lightning_seq1f1b.cli import training
-
-        training.run(None if argv is None else arguments)
     else:
         print(f"{USAGE}\n{_complaint(command)}", file=sys.stderr)
         return 2

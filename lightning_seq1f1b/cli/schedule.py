@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = _result(asked)
         files = write_files(result, {name: asked.get(name) for name in FILE_OPTIONS})
         print(json.dumps(_AS_JSON[verb](result)) if asked.json else _as_text(verb, result, files))
-    except (ArgumentError, ValueError, OverflowError) as error:
+    except OverflowError:
+        print("error: the times are too large to add up; give them in a larger unit", file=sys.stderr)
+        return 2
+    except (ArgumentError, ValueError) as error:
         print(f"error: {in_terms_of_options(str(error))}", file=sys.stderr)
         return 2
     return 0
@@ -59,35 +62,41 @@ def _as_text(verb: str, result: Result, files: Sequence[str]) -> str:
 
 def _result(asked: Namespace) -> Result:
     measured = load(asked.measured) if asked.get("measured") else None
-    schedule = asked.schedule or (measured.schedule if measured else "seq1f1b")
+    schedule = (measured.schedule if measured else "seq1f1b") if asked.schedule is None else asked.schedule
     if schedule is None:
         raise ValueError(f"the timeline {asked.measured!r} does not name its schedule; set --schedule")
     sizes = {name: number if asked[name] is None else asked[name] for name, number in _sizes(measured).items()}
     _check_sizes(sizes)
     if measured and measured.num_ranks != sizes["stages"]:
         raise ValueError(f"--stages must be {measured.num_ranks}, as in {asked.measured!r}, not {sizes['stages']}")
+    _check_times(asked)
+    if asked.activation_cap is not None and schedule in POLICIES and not POLICIES[schedule].trains:
+        raise ValueError(
+            f"--activation-cap has no effect on schedule {schedule!r}, which holds one unit at a time; leave it out"
+        )
     links = _exact(asked.links)
-    if not (isfinite(links) and links >= 0):
-        raise ValueError(f"--links is a time and must be finite and not negative; it is {asked.links}")
     if measured and all(asked[name] is None for name in (*TIMES, "chunk_weights")):
         costs, times = None, _times_of(measured, sizes, schedule)
     else:
         costs = _costs(asked, sizes, needs_all=measured is not None)
         times = costs.unit_times(sizes["stages"] * sizes["virtual_stages"])
     times, latency, ticks = in_ticks(times, links)
+    knob, cap = asked.memory_knob, asked.activation_cap
+    if measured and knob is None and cap is None and _is_plan_of(measured, sizes, schedule):
+        knob, cap = measured.memory_knob, measured.activation_cap
     plan = make_plan(
         schedule,
         sizes["stages"],
         sizes["microbatches"],
         sizes["chunks"],
         virtual_stages=sizes["virtual_stages"],
-        memory_knob=asked.memory_knob,
-        activation_cap=asked.activation_cap,
+        memory_knob=knob,
+        activation_cap=cap,
         times=times,
     )
     return Result(
         plan=plan,
-        memory_knob=asked.memory_knob or POLICIES[schedule].memory_knob,
+        memory_knob=knob or POLICIES[schedule].memory_knob,
         times=(costs.forward, costs.input_grad, costs.weight_grad) if costs else None,
         links=links,
         simulation=simulate(plan, times, latency),
@@ -98,14 +107,27 @@ def _result(asked: Namespace) -> Result:
 
 def _sizes(measured: Recording | None) -> dict[str, int]:
     """What the sizes are where they are not given."""
-    if measured is None:
-        return {name: default for name, (_, default, _) in SIZES.items()}
+    return {name: default for name, (_, default, _) in SIZES.items()} if measured is None else _sizes_of(measured)
+
+
+def _sizes_of(measured: Recording) -> dict[str, int]:
     return {
         "stages": measured.num_ranks,
         "microbatches": measured.num_microbatches,
         "chunks": measured.num_chunks,
         "virtual_stages": measured.virtual_stages,
     }
+
+
+def _is_plan_of(measured: Recording, sizes: dict[str, int], schedule: str) -> bool:
+    return measured.schedule == schedule and sizes == _sizes_of(measured)
+
+
+def _check_times(asked: Namespace) -> None:
+    for name in (*TIMES, "links"):
+        time = asked[name]
+        if time is not None and not (isfinite(time) and time >= 0):
+            raise ValueError(f"{option(name)} is a time and must be finite and not negative; it is {time:g}")
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:
@@ -136,18 +158,21 @@ def _costs(asked: Namespace, sizes: dict[str, int], *, needs_all: bool) -> Costs
     return Costs(
         **{name: _exact(1.0 if asked[name] is None else asked[name]) for name in TIMES},
         num_chunks=sizes["chunks"],
-        chunk_weights=_weights(asked.chunk_weights),
+        chunk_weights=_weights(asked.chunk_weights, sizes["chunks"]),
         virtual_stages=sizes["virtual_stages"],
     )
 
 
-def _weights(text: str | None) -> tuple[Time, ...] | None:
+def _weights(text: str | None, num_chunks: int) -> tuple[Time, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(Fraction(part) for part in text.split(","))
+        weights = tuple(Fraction(part) for part in text.split(","))
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"--chunk-weights is numbers with commas between them, such as 4,3,2, not {text!r}") from error
+    if len(weights) != num_chunks or min(weights) <= 0:
+        raise ValueError(f"--chunk-weights must be {num_chunks} positive numbers, not {text}")
+    return weights
 
 
 def _exact(number: float) -> Fraction | float:

@@ -33,15 +33,17 @@ def write_files(result: Result, asked: dict[str, str | None]) -> list[str]:
         The files.
 
     Raises:
-        ValueError: if a file cannot be written, or its suffix contradicts its option.
+        ValueError: if a file cannot be written, its name is "-", or its suffix contradicts its option.
     """
     written = []
     for name, path in asked.items():
         if path is None:
             continue
-        option = FILE_OPTIONS[name]
+        option, given = FILE_OPTIONS[name], f"--{name.replace('_', '-')}"
+        if path == "-":
+            raise ValueError(f"{given} takes the name of a file, not '-'; /dev/stdout is one where the system has it")
         if option.suffix and Path(path).suffix.lower() != option.suffix:
-            raise ValueError(f"--{name.replace('_', '-')} writes a file that ends with {option.suffix}, not {path!r}")
+            raise ValueError(f"{given} writes a file that ends with {option.suffix}, not {path!r}")
         try:
             option.write(path, result)
         except OSError as error:
@@ -67,7 +69,14 @@ def _write_trace(path: str, result: Result) -> None:
 
 def _write_timeline(path: str, result: Result) -> None:
     recording = result.simulated
-    save(path, recording.events, schedule=recording.schedule, time_unit=recording.time_unit)
+    save(
+        path,
+        recording.events,
+        schedule=recording.schedule,
+        time_unit=recording.time_unit,
+        memory_knob=recording.memory_knob,
+        activation_cap=recording.activation_cap,
+    )
 
 
 def _write_compute(path: str, result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import RawDescriptionHelpFormatter
 
 from jsonargparse import ArgumentParser
@@ -23,10 +24,12 @@ _NAMES = {
     "virtual_stages": "--virtual-stages",
     "memory_knob": "--memory-knob",
     "activation_cap": "--activation-cap",
-    "chunk_weights": "--chunk-weights",
     "schedule=": "--schedule=",
 }
 """How the options are called for the names in the messages of the schedule package."""
+
+_WRONG_TYPE = re.compile(r'Parser key "(\w+)": Expected a <class \'(int|float)\'>. Got value: (.*)')
+_TYPES = {"int": "whole number", "float": "finite number"}
 
 SIZES = {
     "stages": ("P", 4, "stages the model is cut into, one on each rank; with --virtual-stages, ranks"),
@@ -51,9 +54,14 @@ def option(name: str) -> str:
 
 def in_terms_of_options(message: str) -> str:
     """A message of the schedule package in one line, with the names of options where it says those of arguments."""
+    message = " ".join(message.split())
+    wrong = _WRONG_TYPE.match(message)
+    if wrong:
+        name, kind, value = wrong.groups()
+        return f"{option(name)} must be a {_TYPES[kind]}, not {value}"
     for name, given in _NAMES.items():
-        message = message.replace(name, given)
-    return " ".join(message.split())
+        message = re.sub(rf"(?<![-\w]){name}", given, message)
+    return message
 
 
 def parser() -> ArgumentParser:
@@ -80,6 +88,7 @@ def parser() -> ArgumentParser:
             _add_pictures(options)
         options.add_argument("--json", action="store_true", help="print one JSON object")
         verbs.add_subcommand(verb, options, help=what)
+        options.prog = f"{command.prog} {verb}"
     return command
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_seq1f1b.schedule.actions import Action, Kind
 from lightning_seq1f1b.schedule.draw import draw_together, legend
 from lightning_seq1f1b.schedule.plan import Plan
 from lightning_seq1f1b.schedule.simulate import Simulation
@@ -14,6 +16,7 @@ from lightning_seq1f1b.schedule.timeline import Event, Time, bubble, makespan
 from lightning_seq1f1b.schedule.timeline_file import Recording, rows
 
 _WIDTH_OF_A_PIPE = 160
+_MOST_RANKS_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,40 @@ class Result:
             Event(event.rank, event.action, event.start / self.ticks, event.end / self.ticks)
             for event in self.simulation.timeline
         )
-        return Recording(tuple(events), self.plan.schedule, self.measured.time_unit if self.measured else None)
+        unit = self.measured.time_unit if self.measured else None
+        return Recording(tuple(events), self.plan.schedule, unit, self.memory_knob, self.plan.activation_cap)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What makes the measured step another one than the simulated one, or than its plan allows."""
+        if self.measured is None:
+            return []
+        found = []
+        cap, peaks = self.measured.activation_cap, self.measured.peak_units
+        if cap is not None and max(peaks) > cap:
+            found.append(f"a rank of the measured step held {max(peaks)} units; the cap of its plan is {cap}")
+        if self.measured.schedule == self.plan.schedule and not _in_the_same_order(self.measured, self.simulated):
+            found.append(
+                "the measured step ran in another order than the simulated one; set --memory-knob and --activation-cap "
+                "as they were"
+            )
+        return found
 
     @property
     def recordings(self) -> dict[str, Recording]:
         """What to draw, by name, from top to bottom."""
         shown = {"measured": self.measured} if self.measured else {}
         return {**shown, "simulated": self.simulated}
+
+
+def _in_the_same_order(one: Recording, other: Recording) -> bool:
+    """Whether every rank has the same forwards and backwards in the same order; a W may run whenever there is time."""
+    orders: list[dict[int, list[Action]]] = [{}, {}]
+    for order, recording in zip(orders, (one, other), strict=True):
+        for event in sorted(recording.events, key=lambda event: event.start):
+            if event.action.kind is not Kind.W:
+                order.setdefault(event.rank, []).append(event.action)
+    return orders[0] == orders[1]
 
 
 def numbers(result: Result) -> dict[str, Any]:
@@ -102,6 +132,10 @@ def drawn_numbers(result: Result) -> dict[str, Any]:
         events = result.measured.events
         shown["measured"] = {
             "schedule": result.measured.schedule,
+            "memory_knob": result.measured.memory_knob,
+            "activation_cap": result.measured.activation_cap,
+            "peak_units": list(result.measured.peak_units),
+            "warnings": result.warnings,
             "makespan": float(makespan(events)),
             "bubble": float(bubble(events)),
             "timeline": rows(events),
@@ -127,7 +161,7 @@ def drawn(result: Result) -> str:
 
 def simulated(result: Result) -> str:
     """`simulate`."""
-    work = " ".join(f"{work:g}" for work in result.work)
+    work = _each([f"{work:g}" for work in result.work])
     return f"{title(result.plan)}\n{summary(result)}\nwork        {work}"
 
 
@@ -152,9 +186,13 @@ def summary(result: Result) -> str:
     lines = [
         f"makespan    {result.makespan:g}",
         f"bubble      {_share(result.bubble, result.makespan)}",
-        f"peak units  {' '.join(map(str, result.simulation.peak_units))} (rank 0 first)",
+        f"peak units  {_peaks(result.simulation.peak_units)}",
     ]
     if result.measured:
+        lines[2:] = [
+            f"peak units  {_peaks(result.measured.peak_units)} measured,",
+            f"            {_peaks(result.simulation.peak_units)} simulated",
+        ]
         events = result.measured.events
         unit = f" {result.measured.time_unit}" if result.measured.time_unit else ""
         lines[:2] = [
@@ -164,7 +202,26 @@ def summary(result: Result) -> str:
         ]
     if result.plan.activation_cap is not None:
         lines.append(f"cap         {result.plan.activation_cap} units on a rank")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"warning     {warning}" for warning in result.warnings)])
+
+
+def _peaks(peaks: Sequence[int]) -> str:
+    each = _each(list(map(str, peaks)))
+    return each if len(set(peaks)) == 1 else f"{each} (rank 0 first{_highest(peaks)})"
+
+
+def _highest(peaks: Sequence[int]) -> str:
+    return f", at most {max(peaks)}" if len(peaks) > _MOST_RANKS_LISTED else ""
+
+
+def _each(numbers: Sequence[str]) -> str:
+    """A number of every rank: once if all are equal, and without the ranks in the middle if there are many."""
+    if len(numbers) > 1 and len(set(numbers)) == 1:
+        return f"{numbers[0]} on each rank"
+    if len(numbers) > _MOST_RANKS_LISTED:
+        ends = _MOST_RANKS_LISTED // 4
+        return " ".join([*numbers[:ends], "...", *numbers[-ends:]])
+    return " ".join(numbers)
 
 
 def _share(part: Time, whole: Time) -> str:

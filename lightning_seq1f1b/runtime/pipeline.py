@@ -126,7 +126,7 @@ class Pipeline:
         # Dropout on the CPU draws from the process's generator. Ranks draw different amounts, so the step runs on a
         # stream of its own: outside it all ranks stay in step, and a RandomSampler shuffles alike on all of them.
         self._random_state: Tensor | None = None
-        self._agreed: set[int] = set()
+        self._compared: set[tuple[int, int, bool]] = set()
 
     def run(self, batch: Mapping[str, Tensor], *, training: bool, trace: StepTrace | None = None) -> Tensor:
         """Run one batch; gradients are added to the parameters' `.grad` when `training`.
@@ -152,7 +152,7 @@ class Pipeline:
         spans = cutting.spans(length, ranks, self.shape)
         plan = cutting.plan(rows, spans, ranks, training=training)
         microbatches = cut_batch(batch, cutting.num_microbatches, spans)
-        self._check_same_plan(plan, spans)
+        self._check_same_plan(plan, spans, (rows, length, training))
         if trace is not None:
             trace.plan, trace.spans = plan, spans
         with self._own_random_stream():
@@ -164,12 +164,16 @@ class Pipeline:
             sum_where_any(self.outside, self.groups.pipeline)
         return self._share(loss)
 
-    def _check_same_plan(self, plan: Plan, spans: Sequence[Span]) -> None:
-        """Compare plans where they are new: a planner that saw another machine on another rank decides otherwise."""
-        identity = hash((plan.rows, tuple((span.start, span.stop) for span in spans)))
-        if identity not in self._agreed:
-            check_same_plan(identity, self.groups.control)
-            self._agreed.add(identity)
+    def _check_same_plan(self, plan: Plan, spans: Sequence[Span], batch: tuple[int, int, bool]) -> None:
+        """Compare the plans for a new shape of batch: a planner that saw another machine on some rank may differ.
+
+        The shape, on which the ranks have agreed, decides whether they compare: a collective needs all of them.
+        """
+        if batch not in self._compared:
+            # Of integers alone: the hashes of strings differ from process to process.
+            bounds = tuple((span.start, span.stop) for span in spans)
+            check_same_plan(hash((plan.rows, plan.stage_to_rank, bounds)), self.groups.control)
+            self._compared.add(batch)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:

@@ -140,6 +140,7 @@ class _Forward:
             len(args) == 1
             and not kwargs
             and type(args[0]) in (Tensor, nn.Parameter)
+            and args[0].is_floating_point()
             and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
             # Not swapped for something else, as sharding and torch.func.functional_call do during a forward.
@@ -248,6 +249,7 @@ def _is_deferrable(layer: LinearLayer) -> bool:
     return (
         "forward" not in vars(module)
         and _is_plain(weight)
+        and weight.is_floating_point()  # complex products would need conjugates
         and weight.requires_grad
         and weight.ndim == 2
         # A bias that is no parameter may be computed from others, as parametrizations do.

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+
+from lightning_seq1f1b.schedule.transfers import Channel
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,31 @@ class Groups:
     control: dist.ProcessGroup
     replica: dist.ProcessGroup
     ends: dist.ProcessGroup
+
+
+def connect_neighbours(topology: Topology, groups: Groups, device: torch.device) -> None:
+    """Send one number over every pair of ranks and lane that steps use, in one order on all ranks.
+
+    NCCL connects two ranks at the first message between them and blocks both until then. Within a step that could be a
+    deadlock: with several stages on a rank, the first post of rank 0 may be a receive from the last rank, which first
+    waits for what rank 0 sends.
+    """
+    here = topology.pipeline_rank
+    for lanes, kind in ((groups.forward, "F"), (groups.backward, "B")):
+        for source, destination, _ in (each for each in channels(topology.num_stages) if each.kind == kind):
+            group = lanes.up if source < destination else lanes.down
+            number = torch.zeros(1, device=device)
+            if here == source:
+                dist.send(number, topology.pipeline_ranks[destination], group=group)
+            elif here == destination:
+                dist.recv(number, topology.pipeline_ranks[source], group=group)
+
+
+def channels(num_ranks: int) -> list[Channel]:
+    """What plans with stages in a loop may send: activations to the next rank, gradients back, and around the loop."""
+    ranks = range(num_ranks if num_ranks > 1 else 0)
+    onward = [Channel(rank, (rank + 1) % num_ranks, "F") for rank in ranks]
+    return onward + [Channel(channel.destination, channel.source, "B") for channel in onward]
 
 
 def make_groups(topology: Topology, timeout: timedelta) -> Groups:

@@ -1,20 +1,13 @@
-"""How many layers every stage gets, and where to cut the row: alone by cost, or both together by trying."""
+"""How many layers every stage gets: by cost, and what else is worth trying."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
 from lightning_seq1f1b.schedule.costs import ModelShape, PartCosts, part_flops
-from lightning_seq1f1b.schedule.partition import ChunkCost, partition
-from lightning_seq1f1b.schedule.spans import Span
 from lightning_seq1f1b.schedule.split_search import split_different, split_in_order, split_uniform
-from lightning_seq1f1b.schedule.timeline import Time
-
-BOUNDARIES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Partitions to try, from even to balanced."""
 
 
 def balanced_layers(
@@ -109,71 +102,3 @@ def _shared(layers: list[int], surplus: int, num_ranks: int, parts: PartCosts) -
         else:
             layers[max(changed, key=load)] -= 1
     return True
-
-
-@dataclass(frozen=True)
-class BalancedCuts:
-    """Where to cut row and model.
-
-    Attributes:
-        boundary: the partition, from 0 (even) to 1 (balanced).
-        spans: its chunks.
-        layers: number of layers of every stage.
-        makespan: what the step takes with them.
-    """
-
-    boundary: float
-    spans: tuple[Span, ...]
-    layers: tuple[int, ...]
-    makespan: Time
-
-
-def best_boundaries_and_layers(
-    shape: ModelShape,
-    length: int,
-    num_chunks: int,
-    num_ranks: int,
-    virtual_stages: int,
-    makespan: Callable[[tuple[Span, ...], tuple[int, ...]], Time],
-    *,
-    multiple: int = 1,
-    boundaries: Sequence[float] = BOUNDARIES,
-    reach: tuple[int, int] = (1, 2),
-    cost: ChunkCost | None = None,
-    parts: PartCosts | None = None,
-) -> BalancedCuts:
-    """The chunks and layers with the shortest step, of all pairs of candidate partitions and candidate splits.
-
-    Args:
-        shape: the architecture.
-        length: tokens of a row.
-        num_chunks: chunks to cut it into.
-        num_ranks: ranks of the pipeline.
-        virtual_stages: stages on each rank.
-        makespan: what a step takes with these chunks and layers, for instance by simulation; called for every pair.
-        multiple: chunks start at multiples of this many tokens.
-        boundaries: the partitions to try, from 0 (even) to 1 (balanced).
-        reach: how many layers more or fewer than the balanced split the first, and the last stage, may have.
-        cost: what balanced chunks equalise; None for FLOPs.
-        parts: what balanced layers equalise; None for FLOPs.
-
-    Raises:
-        ValueError: as `balanced_layers` and `partition` do.
-    """
-    parts = parts or part_flops(shape, length)
-    balanced = balanced_layers(shape, num_ranks, virtual_stages, length=length, parts=parts)
-    splits = list(nearby_layers(balanced, num_ranks, parts, reach))
-    best: BalancedCuts | None = None
-    tried: set[tuple[Span, ...]] = set()
-    for boundary in boundaries:
-        chunks = partition(boundary, length, num_chunks, shape, multiple, cost=cost)
-        if chunks in tried:
-            continue
-        tried.add(chunks)
-        for layers in splits:
-            time = makespan(chunks, layers)
-            if best is None or time < best.makespan:
-                best = BalancedCuts(boundary, chunks, layers, time)
-    if best is None:
-        raise ValueError("boundaries is empty; give at least one number between 0 (even) and 1 (balanced)")
-    return best

@@ -175,7 +175,7 @@ class _Limits:
 
     def slowdown(self, way: _Way, cap: int) -> float:
         """How much longer a step is than without a cap."""
-        return float(self.comparison.makespan(way, cap) / self._full)
+        return float(self.comparison.makespan(way, cap) / self._full) if self._full else 1.0
 
     def nearest_to(self, cap: int) -> int:
         """The smallest cap from `cap` on under which a step is not nearly serial."""

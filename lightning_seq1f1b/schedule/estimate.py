@@ -171,18 +171,6 @@ def part_seconds(
     return PartCosts(layers, sum(seconds(nothing, row, True, False)), sum(seconds(nothing, row, False, True)))
 
 
-def chunk_seconds(
-    shape: ModelShape, training: Training, machine: Machine, profile: Profile | None = None
-) -> Callable[[int, int], float]:
-    """Seconds of forward and backward of tokens `start` to `stop` of a row, on all stages together.
-
-    What `partition` takes to make chunks of equal time instead of equal FLOPs. Arguments as those of `unit_times`.
-    """
-    seconds = _seconds_of(shape, training, machine, profile)
-    whole = range(shape.num_layers)
-    return lambda start, stop: sum(seconds(whole, Span(start, stop), True, True))
-
-
 _Seconds: TypeAlias = Callable[[range, Span, bool, bool], tuple[float, float, float]]
 """(layers, chunk, with what is before them, with what is behind them) -> seconds of F, I, W."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappush
 from typing import Literal, NamedTuple
 
 from lightning_seq1f1b.schedule.codes import W
@@ -100,6 +99,6 @@ class _Greedy(Clock):
                 continue
             ready, missing = self.ready(code)
             if missing is None:
-                heappush(self.agenda, (ready, rank))
-            else:
+                self.wake(rank, ready)
+            elif rank not in self.sleeping[missing]:
                 self.sleeping[missing].append(rank)

@@ -25,8 +25,6 @@ def partition(
     num_chunks: int,
     shape: ModelShape,
     multiple: int = 1,
-    *,
-    cost: ChunkCost | None = None,
 ) -> tuple[Span, ...]:
     """Cut a row as the user asks.
 
@@ -37,7 +35,6 @@ def partition(
         num_chunks: chunks to make.
         shape: the architecture, whose FLOPs "balanced" equalises.
         multiple: what all but "even" and 0 round to, see `balanced`.
-        cost: what "balanced" equalises in place of FLOPs, such as measured times.
 
     Raises:
         ValueError: for an unknown name, a number outside [0, 1], lengths that do not make `num_chunks` non-empty
@@ -51,7 +48,7 @@ def partition(
             )
         spec = float(spec == "balanced")
     if isinstance(spec, (int, float)):
-        return between(float(spec), length, num_chunks, cost or training_flops(shape), multiple)
+        return between(float(spec), length, num_chunks, training_flops(shape), multiple)
     lengths = tuple(spec)
     if len(lengths) != num_chunks:
         raise ValueError(

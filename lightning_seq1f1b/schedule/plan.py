@@ -83,7 +83,7 @@ class Plan:
         return self.codes.decode_row(self.rows[rank])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def make_plan(
     schedule: str,
     num_ranks: int,

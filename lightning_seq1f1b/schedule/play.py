@@ -128,7 +128,8 @@ class Clock(ABC):
         self.peaks = [0] * num_ranks
         self.free_at: list[Time] = [0] * num_ranks
         self.sleeping: defaultdict[int, list[int]] = defaultdict(list)
-        self.agenda: list[tuple[Time, int]] = [(0, rank) for rank in range(num_ranks)]
+        self.agenda: list[tuple[Time, int]] = []
+        self.turn: list[Time | None] = [None] * num_ranks  # when each comes next; other entries of the agenda are void
         self.actions: list[Played] = []
 
     @abstractmethod
@@ -137,17 +138,27 @@ class Clock(ABC):
 
     def run(self) -> Play:
         """Play until nobody can go on."""
+        for rank in range(len(self.turn)):
+            self.wake(rank, 0)
         while self.agenda:
             now, rank = heappop(self.agenda)
-            if now >= self.free_at[rank]:  # else it has gone on since it was put there
+            if self.turn[rank] == now:
+                self.turn[rank] = None
                 self.go_on(rank, now)
         waiting = {rank: code for code, ranks in self.sleeping.items() for rank in ranks}
         return Play(self.actions, self.peaks, waiting)
 
+    def wake(self, rank: int, time: Time) -> None:
+        """Give an idle rank its turn at `time`, unless it comes earlier anyway."""
+        turn = self.turn[rank]
+        if turn is None or time < turn:
+            self.turn[rank] = time
+            heappush(self.agenda, (time, rank))
+
     def others_first(self, rank: int, now: Time) -> bool:
         """Whether another rank's turn comes before `now`: what a rank finds then depends on what that one begins."""
         if self.agenda and self.agenda[0][0] < now:
-            heappush(self.agenda, (now, rank))
+            self.wake(rank, now)
             return True
         return False
 
@@ -182,7 +193,8 @@ class Clock(ABC):
             self.held[rank] -= 1
         if code in self.sleeping:
             for waiting in self.sleeping.pop(code):
-                heappush(self.agenda, (max(self.free_at[waiting], start), waiting))
+                if waiting != rank:
+                    self.wake(waiting, max(self.free_at[waiting], start))
         return end
 
     def run_weight_grad(self, rank: int, now: Time) -> Time:

@@ -14,6 +14,7 @@ def unknown(what: str, name: object, known: Collection[str]) -> str:
         name: what was given.
         known: the names that exist.
     """
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    by_lower_case = {each.lower(): each for each in known}
+    near = get_close_matches(str(name).lower(), by_lower_case, n=1)
+    hint = f"; did you mean {by_lower_case[near[0]]!r}?" if near else ""
     return f"unknown {what} {name!r}, expected one of {', '.join(map(repr, known))}{hint}"

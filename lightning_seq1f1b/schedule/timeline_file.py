@@ -11,7 +11,11 @@ from os import PathLike
 from typing import Any
 
 from lightning_seq1f1b.schedule.actions import Action
+from lightning_seq1f1b.schedule.memory_curve import UnitSizes, memory_over_time
 from lightning_seq1f1b.schedule.timeline import Event
+
+_SETTINGS = ("memory_knob", "activation_cap")
+"""Settings of the plan that a file may hold; one of an earlier version holds none."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,15 @@ class Recording:
         events: the compute actions, all ranks together; those of one rank in the order in which they ran.
         schedule: name of the schedule; None if unknown.
         time_unit: the unit of the times, such as "s"; None if they are in no particular unit.
+        memory_knob: that of its plan, see `plan.make_plan`; None for the schedule's own, or if unknown.
+        activation_cap: that of its plan; None for no limit, or if unknown.
     """
 
     events: tuple[Event, ...]
     schedule: str | None = None
     time_unit: str | None = None
+    memory_knob: int | None = None
+    activation_cap: int | None = None
 
     @cached_property
     def num_ranks(self) -> int:
@@ -53,9 +61,22 @@ class Recording:
         """Chunks of every microbatch."""
         return 1 + max(event.action.unit.chunk for event in self.events)
 
+    @cached_property
+    def peak_units(self) -> tuple[int, ...]:
+        """The most units whose activations every rank held at once."""
+        sizes = UnitSizes.one_each(self.num_stages, self.num_chunks)
+        curves = memory_over_time(self.events, self.num_ranks, sizes)
+        return tuple(int(max((held for _, held in curve), default=0)) for curve in curves)
+
 
 def save(
-    path: str | PathLike[str], events: Iterable[Event], *, schedule: str | None = None, time_unit: str | None = "s"
+    path: str | PathLike[str],
+    events: Iterable[Event],
+    *,
+    schedule: str | None = None,
+    time_unit: str | None = "s",
+    memory_knob: int | None = None,
+    activation_cap: int | None = None,
 ) -> None:
     """Write a timeline to a file that `load` and `lightning-seq1f1b schedule draw --measured` read.
 
@@ -63,18 +84,24 @@ def save(
 
         events = strategy.gather_trace()
         if trainer.global_rank == 0:
-            save("step.json", events, schedule=strategy.last_step.plan.schedule)
+            plan = strategy.last_step.plan
+            save("step.json", events, schedule=plan.schedule, activation_cap=plan.activation_cap)
 
     Args:
         path: the file.
         events: the compute actions of all ranks; others are left out.
         schedule: name of the schedule, which the drawing command then need not be told.
         time_unit: the unit of the times.
+        memory_knob: that of the plan; the command then simulates with it.
+        activation_cap: that of the plan, likewise.
 
     Raises:
-        ValueError: if there is no compute action.
+        ValueError: if there is no compute action, or path and events are swapped.
     """
-    recording = Recording(tuple(event for event in events if event.action.computes), schedule, time_unit)
+    if not isinstance(path, (str, PathLike)):
+        raise ValueError(f"the path comes first and the events second: save(path, events), not a {type(path).__name__}")
+    computed = tuple(event for event in events if event.action.computes)
+    recording = Recording(computed, schedule, time_unit, memory_knob, activation_cap)
     if not recording.events:
         raise ValueError("there is nothing to save: the timeline has no compute action")
     with open(path, "w", encoding="utf-8") as file:
@@ -85,7 +112,8 @@ def save(
 def to_json(recording: Recording) -> dict[str, Any]:
     """The content of a file: what the timeline is of, and `timeline`, an object for each event.
 
-        {"schedule": "seq1f1b", "stages": 1, "virtual_stages": 1, "microbatches": 1, "chunks": 1, "time_unit": "s",
+        {"schedule": "seq1f1b", "stages": 1, "virtual_stages": 1, "microbatches": 1, "chunks": 1, "memory_knob": null,
+         "activation_cap": null, "time_unit": "s",
          "timeline": [{"rank": 0, "action": "0F0.0", "start": 0.0, "end": 1.0}, ...]}
 
     `stages` counts pipeline ranks, like the command's option `--stages`. An action is <stage><kind><microbatch>.<chunk>
@@ -97,6 +125,8 @@ def to_json(recording: Recording) -> dict[str, Any]:
         "virtual_stages": recording.virtual_stages,
         "microbatches": recording.num_microbatches,
         "chunks": recording.num_chunks,
+        "memory_knob": recording.memory_knob,
+        "activation_cap": recording.activation_cap,
         "time_unit": recording.time_unit,
         "timeline": rows(recording.events),
     }
@@ -127,13 +157,18 @@ def load(path: str | PathLike[str]) -> Recording:
     if not isinstance(listed, list):
         raise ValueError(f"{str(path)!r} is no timeline: it has no list 'timeline' of events")
     try:
-        recording = Recording(tuple(map(_event, listed)), content.get("schedule"), content.get("time_unit"))
+        events = tuple(map(_event, listed))
     except (KeyError, TypeError, ValueError) as error:
         expected = '{"rank": 0, "action": "0F0.0", "start": 0.0, "end": 1.0}'
         raise ValueError(f"{str(path)!r} is no timeline: an event is not like {expected}: {error!r}") from error
-    if not recording.events:
+    if not events:
         raise ValueError(f"the timeline {str(path)!r} is empty")
-    return recording
+    for name in _SETTINGS:
+        number = content.get(name)
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{str(path)!r} is no timeline: {name} must be null or at least 1, not {number!r}")
+    settings = {name: content.get(name) for name in _SETTINGS}
+    return Recording(events, content.get("schedule"), content.get("time_unit"), **settings)
 
 
 def _event(row: dict[str, Any]) -> Event:

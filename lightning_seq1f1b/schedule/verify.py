@@ -83,6 +83,8 @@ def _locate(plan: Plan, rank_of: Sequence[int]) -> list[int]:
     place = [_NOWHERE] * len(rank_of)
     for rank, row in enumerate(plan.rows):
         for index, code in enumerate(row):
+            if not 0 <= code < len(rank_of):
+                raise ValueError(f"{code} at place {index} of rank {rank} is no code of this plan's actions")
             if rank_of[code] != rank or place[code] != _NOWHERE:
                 raise PlanError(_misplaced(plan, rank_of[code], code, rank), plan.rows, plan.codes, rank, index)
             place[code] = index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, TypeGuard
 
 from lightning_seq1f1b.schedule.plan import make_plan
@@ -44,6 +45,11 @@ def check_arguments(
             raise ValueError(
                 f"activation_cap={activation_cap} is a knob of one schedule; leave it out with schedule='auto', which "
                 "fits into the devices' memory, or name the schedule"
+            )
+        if profile is not None and not Path(profile).is_file():
+            raise ValueError(
+                f"profile={profile!r} is no file here; give the path of what `lightning-seq1f1b profile` wrote, or "
+                "leave it out"
             )
         return
     if profile is not None:

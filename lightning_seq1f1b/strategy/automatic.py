@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +78,23 @@ class AutomaticCutting(Cutting):
         )
 
 
+@lru_cache(maxsize=1024)
 def best_setting(problem: Problem) -> Setting:
-    """The planner's choice; where it finds that nothing fits, the smallest, since predictions err on the safe side."""
-    known = problem in _SAID
+    """The planner's choice; where it finds that nothing fits, the smallest, since predictions err on the safe side.
+
+    It is asked for every batch: what a problem's answer was is kept, and said, once.
+    """
     try:
         choice = choose(problem)
     except DoesNotFitError as error:
-        if not known:
-            rank_zero_warn(f"Seq1F1B planner: {does_not_fit(error, problem)}; trying that one")
-        _SAID.add(problem)
+        rank_zero_warn(f"Seq1F1B planner: {does_not_fit(error, problem)}; trying that one")
         return error.smallest.setting
-    if not known:
-        rank_zero_info(
-            f"Seq1F1B planner: for {problem.num_microbatches} microbatches of {problem.training.rows} x "
-            f"{problem.length} tokens {words(choice.prediction.setting)}; {choice.prediction.seconds:.3g} s a step, "
-            f"{choice.prediction.idle:.1%} of it idle, are expected"
-        )
-    _SAID.add(problem)
+    rank_zero_info(
+        f"Seq1F1B planner: for {problem.num_microbatches} microbatches of {problem.training.rows} x "
+        f"{problem.length} tokens {words(choice.prediction.setting)}; {choice.prediction.seconds:.3g} s a step, "
+        f"{choice.prediction.idle:.1%} of it idle, are expected"
+    )
     return choice.prediction.setting
-
-
-_SAID: set[Problem] = set()
-"""Problems whose answers the user has been told."""
 
 
 def problem_for(
@@ -130,6 +126,12 @@ def problem_for(
         ValueError: for a profile that cannot be read, or is of another model.
     """
     length, rows = getattr(data, "sequence_length", None), getattr(data, "batch_size", None)
+    if not isinstance(length, int) and knobs.layers is None:
+        rank_zero_info(
+            f"Seq1F1B planner: stages are planned for rows of {PLANNED_LENGTH} tokens, because the data module has no "
+            "sequence_length; give it that attribute, or set virtual_stages and layers, if the rows are much longer or "
+            "shorter"
+        )
     return Problem(
         shape=shape,
         num_ranks=num_ranks,
@@ -198,7 +200,8 @@ def _read(path: str, shape: ModelShape) -> Profile:
     try:
         return Profile.from_json(Path(path).read_text(), shape)
     except (OSError, ValueError) as error:
-        raise ValueError(f"profile={path!r} cannot be used: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"profile={path!r} cannot be used: {reason}") from error
 
 
 def _frozen(partition: float | Sequence[int]) -> float | tuple[int, ...]:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_seq1f1b.runtime.topology import Groups, Topology, make_groups
+from lightning_seq1f1b.runtime.topology import Groups, Topology, connect_neighbours, make_groups
 from lightning_seq1f1b.strategy.failure import FailureBoard, open_store
 
 _BOARDS: list[FailureBoard] = []
@@ -128,6 +128,7 @@ class PipelineProcesses(ParallelStrategy):
         key = (dist.group.WORLD, topology, self._timeout)
         if key not in _GROUPS:
             _GROUPS[key] = make_groups(topology, self._timeout)
+            connect_neighbours(topology, _GROUPS[key], self.root_device)
         self._groups = _GROUPS[key]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -69,3 +70,15 @@ def test_the_package_runs_as_a_module():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "unknown command 'nonsense'" in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["schedule", "draw"], ["doctor"]])
+def test_a_reader_that_has_gone_ends_the_command_quietly(argv):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "lightning_seq1f1b", *argv]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

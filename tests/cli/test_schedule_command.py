@@ -102,8 +102,14 @@ def test_simulate_gives_text(capsys: pytest.CaptureFixture[str]) -> None:
         "makespan    21",
         "bubble      9 (42.9% of the makespan)",
         "peak units  4 3 2 1 (rank 0 first)",
-        "work        12 12 12 12",
+        "work        12 on each rank",
     ]
+
+
+def test_numbers_of_many_ranks_are_summarised_in_text_only(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("simulate", "--stages=64", "--chunks=8")
+    assert "peak units  32 32 32 32 ... 11 10 9 8 (rank 0 first, at most 32)\n" in output(capsys, *options)
+    assert json.loads(output(capsys, *options, "--json"))["peak_units"] == [32] * 40 + list(range(31, 7, -1))
 
 
 def test_draw_shows_the_plan_over_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,8 +163,9 @@ def test_times_of_zero_are_a_bubble_of_zero(capsys: pytest.CaptureFixture[str]) 
         ("simulate --memory-knob 0", "--memory-knob must be at least 1, not 0"),
         ("simulate --schedule seq1f1b_zb --activation-cap 3", "--activation-cap=3 is below 4.*--activation-cap=4"),
         ("simulate --links -1", "--links is a time and must be finite and not negative; it is -1"),
-        ("simulate --links inf", '"links".*Got value: inf'),
-        ("simulate --chunk-weights 1,2", "--chunk-weights must be 4 positive numbers"),
+        ("simulate --links inf", "--links must be a finite number, not inf"),
+        ("simulate --chunk-weights 1,2", "--chunk-weights must be 4 positive numbers, not 1,2"),
+        ("simulate --chunk-weights 1,2,3,-4", "--chunk-weights must be 4 positive numbers, not 1,2,3,-4"),
         ("simulate --chunk-weights 1,b", "--chunk-weights is numbers with commas between them.*'1,b'"),
         ("verify --stages 64 --microbatches 256 --chunks 64", "is 1048576; at most 1000000"),
         ("draw --measured /absent.json", "the timeline '/absent.json' cannot be read"),
@@ -166,10 +173,18 @@ def test_times_of_zero_are_a_bubble_of_zero(capsys: pytest.CaptureFixture[str]) 
         ("draw --csv plan.csv", "it has no place for a chunk.*set --chunks=1"),
         ("draw --svg picture.png", "--svg writes a file that ends with .svg, not 'picture.png'"),
         ("simulate --svg picture.svg", "unrecognized arguments: --svg"),
-        ("simulate --forward -1", "forward is a time and must be finite and not negative; it is -1"),
-        ("simulate --stages two", '"stages".*Got value: two'),
-        ("simulate --forward soon", '"forward".*Got value: soon'),
-        ("simulate --forward nan", '"forward".*Got value: nan'),
+        ("simulate --forward -1", "error: --forward is a time and must be finite and not negative; it is -1"),
+        ("simulate --forward 1e308", "the times are too large to add up"),
+        ("simulate --stages two", "--stages must be a whole number, not two"),
+        ("simulate --stages 2.5", "--stages must be a whole number, not 2.5"),
+        ("simulate --stages nan", "--stages must be a whole number, not nan"),
+        ("simulate --forward soon", "--forward must be a finite number, not soon"),
+        ("simulate --forward nan", "--forward must be a finite number, not nan"),
+        ("simulate --memory_knob 2", "unrecognized arguments: --memory_knob 2"),
+        ("simulate --schedule=", "unknown schedule ''"),
+        ("simulate --schedule Seq1F1B", "unknown schedule 'Seq1F1B', .* did you mean 'seq1f1b'?"),
+        ("simulate --schedule forward --activation-cap 4", "--activation-cap has no effect on schedule 'forward'"),
+        ("draw --trace -", "--trace takes the name of a file, not '-'"),
         ("simulate --depth 3", "unrecognized arguments: --depth 3"),
         ("draw --forward 0 --input-grad 0 --weight-grad 0", "nothing to draw"),
         ("paint", "invalid choice: 'paint' (choose from 'draw', 'simulate', 'verify')"),
@@ -180,6 +195,7 @@ def test_bad_input_ends_with_one_sentence(argv: str, sentence: str, capsys: pyte
     assert main(argv.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
+    assert not Path("-").exists()
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert all(part in captured.err for part in sentence.split(".*"))
@@ -190,6 +206,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["draw", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for words in (
+        "usage: lightning-seq1f1b schedule draw [-h] [--schedule NAME]",
         "--schedule NAME the order of the work, one of those below (default: seq1f1b)",
         *(f"{name} {policy.summary}" for name, policy in POLICIES.items()),
         "--stages P stages the model is cut into",
@@ -283,6 +300,42 @@ def test_a_measured_step_may_stand_above_another_plan(capsys: pytest.CaptureFixt
 def test_what_draw_prints_as_json_is_a_timeline_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "step.json").write_text(output(capsys, "draw", "--stages", "2", "--json"))
     assert "measured" in output(capsys, "draw", "--measured", str(tmp_path / "step.json"))
+
+
+def saved_with_knob(path: Path, **settings: int) -> list[str]:
+    """A step with a memory knob of 2 and a cap of 8 units, which 1 would not take, and the options that draw it."""
+    plan = make_plan("seq1f1b", 3, 3, 4, memory_knob=2)
+    save(path, simulate(plan, Costs(1.0, 1.0, 1.0, 4)).timeline, schedule="seq1f1b", **settings)
+    return ["draw", "--measured", str(path)]
+
+
+def test_the_settings_of_a_measured_step_are_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    draw = saved_with_knob(tmp_path / "step.json", memory_knob=2, activation_cap=8)
+    numbers = json.loads(output(capsys, *draw, "--json"))
+    assert (numbers["memory_knob"], numbers["activation_cap"], numbers["peak_units"]) == (2, 8, [8, 6, 4])
+    assert numbers["measured"]["peak_units"] == [8, 6, 4]
+    assert numbers["measured"]["warnings"] == []
+    text = output(capsys, *draw)
+    assert "peak units  8 6 4 (rank 0 first) measured,\n            8 6 4 (rank 0 first) simulated\n" in text
+    assert "warning" not in text
+
+
+def test_settings_that_are_given_come_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    draw = saved_with_knob(tmp_path / "step.json", memory_knob=2, activation_cap=8)
+    numbers = json.loads(output(capsys, *draw, "--memory-knob=1", "--json"))
+    assert (numbers["memory_knob"], numbers["activation_cap"], numbers["peak_units"]) == (1, None, [6, 5, 4])
+
+
+def test_a_step_of_other_settings_is_not_shown_silently(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = output(capsys, *saved_with_knob(tmp_path / "step.json"))
+    assert "warning     the measured step ran in another order than the simulated one; set --memory-knob" in text
+
+
+def test_a_measured_peak_above_the_cap_is_not_shown_silently(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = output(capsys, *saved_with_knob(tmp_path / "step.json", memory_knob=2, activation_cap=7))
+    assert "warning     a rank of the measured step held 8 units; the cap of its plan is 7" in text
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,21 @@ def test_nothing_is_kept_of_frozen_layers():
     assert layer.weight.grad is None
 
 
+def test_complex_layers_get_their_gradients_at_once():
+    """Their products would need conjugates."""
+    layer = nn.Linear(3, 3, dtype=torch.complex128)
+    value = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
+    truth = torch.autograd.grad(layer(value).abs().sum(), [value, layer.weight])
+    store = DeferredGradients()
+    split = SplitBackward(linear_layers(layer))
+    with split.deferring():
+        output = layer(value)
+    with split.deferring(store):
+        output.abs().sum().backward()
+    assert len(store) == 0
+    torch.testing.assert_close([value.grad, layer.weight.grad], list(truth))
+
+
 def test_a_failing_forward_leaves_no_patch_behind():
     layer = nn.Linear(4, 4)
     step = SplitBackward([LinearLayer(layer)])

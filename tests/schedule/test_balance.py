@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_seq1f1b.schedule.balance import BOUNDARIES, balanced_layers, best_boundaries_and_layers, nearby_layers
+from lightning_seq1f1b.schedule.balance import balanced_layers, nearby_layers
 from lightning_seq1f1b.schedule.costs import ModelShape, PartCosts, head_flops, layer_flops, part_flops
-from lightning_seq1f1b.schedule.estimate import MACHINES, Training, unit_times
-from lightning_seq1f1b.schedule.partition import partition
-from lightning_seq1f1b.schedule.plan import make_plan
-from lightning_seq1f1b.schedule.simulate import simulate
-from lightning_seq1f1b.schedule.spans import Span
 from lightning_seq1f1b.schedule.split_search import Balance
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, True, 128256)
@@ -135,54 +130,6 @@ def test_nearby_splits_reach_every_number_of_layers_beside_the_head() -> None:
     nearby = set(nearby_layers((8, 9, 9, 6), 4, parts, (1, 2)))
     assert {(split[0], split[-1]) for split in nearby} == {(a, b) for a in (7, 8, 9) for b in (4, 5, 6, 7, 8)}
     assert (8, 9, 8, 7) in nearby or (8, 8, 9, 7) in nearby
-
-
-def test_the_search_finds_the_best_pair() -> None:
-    """The makespan is that of a stand-in which rewards one boundary and one split, neither of them the balanced one."""
-    wanted = partition(0.5, 8192, 4, LLAMA_8B, 128)
-    calls = []
-
-    def makespan(spans: tuple[Span, ...], layers: tuple[int, ...]) -> float:
-        calls.append((spans, layers))
-        return abs(spans[0].stop - wanted[0].stop) + 100 * abs(layers[-1] - 7) + layers[0]
-
-    best = best_boundaries_and_layers(LLAMA_8B, 8192, 4, 4, 1, makespan, multiple=128)
-    assert best.boundary == 0.5
-    assert best.spans == wanted
-    assert (best.layers[0], best.layers[-1]) == (7, 7)
-    assert best.makespan == min(makespan(*call) for call in list(calls))
-    assert len({spans for spans, _ in calls}) == 5
-
-
-def test_on_a_simulated_step_the_search_finds_what_trying_everything_finds() -> None:
-    """Two ranks, whose splits differ only in the last stage's layers: all of them are within reach."""
-    shape = ModelShape(7, 64, 4, 4, 16, 256, True, 3000)
-    machine, training, plan = MACHINES["h100"], Training(), make_plan("seq1f1b", 2, 2, 3)
-
-    def makespan(spans: tuple[Span, ...], layers: tuple[int, ...]) -> float:
-        return float(simulate(plan, unit_times(shape, layers, spans, training, machine)).makespan)
-
-    best = best_boundaries_and_layers(shape, 4096, 3, 2, 1, makespan, multiple=64, reach=(6, 6))
-    chunks = [partition(boundary, 4096, 3, shape, 64) for boundary in BOUNDARIES]
-    assert best.makespan == min(makespan(spans, split) for spans in chunks for split in all_splits(7, 2))
-    assert best.layers[1] < best.layers[0]
-
-
-def test_partitions_that_round_to_the_same_chunks_are_tried_once() -> None:
-    calls = []
-
-    def makespan(spans: tuple[Span, ...], layers: tuple[int, ...]) -> float:
-        calls.append((spans, layers))
-        return 1.0
-
-    best = best_boundaries_and_layers(LLAMA_8B, 512, 2, 2, 1, makespan, multiple=128)
-    assert len(calls) == len(set(calls))
-    assert best.layers == balanced_layers(LLAMA_8B, 2, length=512)
-
-
-def test_no_boundaries_are_refused() -> None:
-    with pytest.raises(ValueError, match="boundaries is empty"):
-        best_boundaries_and_layers(LLAMA_8B, 512, 2, 2, 1, lambda spans, layers: 1.0, boundaries=())
 
 
 def test_costs_are_flops_unless_given() -> None:

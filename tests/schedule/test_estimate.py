@@ -15,7 +15,6 @@ from lightning_seq1f1b.schedule.estimate import (
     MACHINES,
     Machine,
     Training,
-    chunk_seconds,
     message_seconds,
     part_seconds,
     resident_bytes,
@@ -155,17 +154,12 @@ def test_a_profile_knows_windows_and_the_sizes_of_layers() -> None:
 
 
 @given(shapes, splits, st.booleans(), trainings)
-def test_parts_and_chunks_add_up_to_units(
-    shape: ModelShape, layers: tuple[int, ...], profiled: bool, training: Training
-) -> None:
+def test_parts_add_up_to_units(shape: ModelShape, layers: tuple[int, ...], profiled: bool, training: Training) -> None:
     machine = replace(MACHINE, launch=1e-3, memory_bandwidth=1e8)
     profile = profile_of(shape) if profiled else None
     parts = part_seconds(shape, 100, training, machine, profile)
     whole = unit_times(shape, layers, spans([100]), training, machine, profile)
     assert sum(parts.layers) + parts.embedding + parts.head == pytest.approx(total(whole))
-    chunks = unit_times(shape, layers, CHUNKS, training, machine, profile)
-    seconds = chunk_seconds(shape, training, machine, profile)
-    assert sum(seconds(span.start, span.stop) for span in CHUNKS) == pytest.approx(total(chunks))
 
 
 @given(shapes, splits, lengths, trainings)

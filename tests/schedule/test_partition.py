@@ -142,7 +142,7 @@ def test_balance_is_of_the_cost_that_is_given() -> None:
     def cost(start: int, stop: int) -> float:
         return 2 * (min(stop, 600) - min(start, 600)) + (max(stop, 600) - max(start, 600))
 
-    assert lengths(partition("balanced", 1200, 3, SMALL, cost=cost)) == [300, 300, 600]
+    assert lengths(between(1.0, 1200, 3, cost)) == [300, 300, 600]
     assert lengths(between(0.5, 1200, 3, cost)) == [350, 350, 500]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,28 @@ def test_adapters_alone_split_nothing():
     assert ranking.best.setting.schedule == "interleaved_seq1f1b"
     (split,) = (sentence for sentence in explain(ranking) if sentence.startswith("Split backward:"))
     assert "no gain to speak of" in split
+
+
+@pytest.mark.parametrize(
+    ("seconds", "word"), [(0.999, "takes 0.1% less"), (1.001, "takes 0.1% longer"), (1.0, "as long")]
+)
+def test_a_rival_that_is_as_fast_is_called_so(seconds, word):
+    """Whichever of the two is chosen; what is simpler in other respects may be a little slower."""
+    ranking = search(PROBLEM)
+    best = ranking.best
+    for chunks in (1, 4):
+        mine = replace(best, setting=replace(best.setting, num_chunks=chunks))
+        rival = replace(mine, setting=replace(mine.setting, num_chunks=5 - chunks), seconds=seconds * best.seconds)
+        sentence = explain(replace(ranking, predictions=(mine, rival)))[1]
+        assert sentence.startswith("Chunks: ")
+        assert word in sentence
+        assert "-" not in sentence
+
+
+def test_idle_time_is_told_in_points_that_add_up():
+    said = explain(search(PROBLEM))[0]
+    idle, schedule, layers = (float(number) for number in re.findall(r"(\d+\.\d)(?:%| points)", said))
+    assert idle == pytest.approx(schedule + layers, abs=0.11)
 
 
 def test_what_the_memory_rules_out_is_counted():

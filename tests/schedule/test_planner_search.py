@@ -8,14 +8,22 @@ import pytest
 from support.planner_problems import random_problem
 
 from lightning_seq1f1b.schedule.balance import nearby_layers
-from lightning_seq1f1b.schedule.costs import part_flops
-from lightning_seq1f1b.schedule.estimate import message_seconds, resident_bytes, unit_sizes, unit_times
+from lightning_seq1f1b.schedule.estimate import (
+    Training,
+    message_seconds,
+    part_seconds,
+    resident_bytes,
+    transient_bytes,
+    unit_sizes,
+    unit_times,
+)
 from lightning_seq1f1b.schedule.memory_curve import memory_over_time
 from lightning_seq1f1b.schedule.plan import make_plan
 from lightning_seq1f1b.schedule.planner import Knobs, Problem, choose
 from lightning_seq1f1b.schedule.planner.evaluation import MESSAGES, Evaluation
 from lightning_seq1f1b.schedule.planner.search import CLOSE, EQUAL, DoesNotFitError, search
 from lightning_seq1f1b.schedule.planner.settings import MEMORY_KNOBS, Setting, settings
+from lightning_seq1f1b.schedule.profile import PASSES, Fit, Profile
 from lightning_seq1f1b.schedule.simulate import simulate
 
 SEEDS = range(20)
@@ -42,10 +50,11 @@ def played(problem: Problem, setting: Setting) -> tuple[float, float] | None:
     longest = max(span.length for span in spans)
     message = MESSAGES * longest * problem.training.rows * problem.shape.hidden_size * problem.training.activation_bytes
     peaks = [
-        max(held for _, held in curve) + resident.total + message
-        for curve, resident in zip(
+        max(held for _, held in curve) + resident.total + working + message
+        for curve, resident, working in zip(
             memory_over_time(simulation.timeline, problem.num_ranks, sizes),
             resident_bytes(problem.shape, setting.layers, plan.stage_to_rank, problem.training),
+            transient_bytes(problem.shape, setting.layers, spans, plan.stage_to_rank, problem.training),
             strict=True,
         )
     ]
@@ -54,7 +63,7 @@ def played(problem: Problem, setting: Setting) -> tuple[float, float] | None:
 
 def everything(problem: Problem) -> dict[Setting, tuple[float, float]]:
     """Seconds and fullest rank of every setting, layers moved between its stages included."""
-    parts = part_flops(problem.shape, problem.length)
+    parts = part_seconds(problem.shape, problem.length, problem.training, problem.machine)
     found = {}
     for setting in settings(problem):
         for layers in nearby_layers(setting.layers, problem.num_ranks, parts, (1, 2)):
@@ -181,6 +190,8 @@ def test_only_what_is_free_is_chosen():
         (Knobs(virtual_stages=4), "makes 8 stages, but the model has 6 layers; set virtual_stages to 3 or less"),
         (Knobs(schedule="seq1f1b", virtual_stages=2), "no schedule fits schedule='seq1f1b', virtual_stages=2"),
         (Knobs(schedule="1f1b", num_chunks=2), "1f1b takes num_chunks=1"),
+        (Knobs(memory_knob=0), "memory_knob must be at least 1, not 0"),
+        (Knobs(schedule="gpipe", memory_knob=2), "memory_knob=2 has no effect on gpipe"),
         (Knobs(num_chunks=2, partition=(4096,)), "partition lists 1 chunks, but num_chunks is 2"),
         (Knobs(layers=(3, 2)), "layers lists 2 stages with 5 layers, but the model has 6"),
         (Knobs(num_chunks=5000), "cannot make 5000 chunks"),
@@ -221,6 +232,33 @@ def test_all_schedules_are_looked_at():
     assert [found.seconds for found in ranking.predictions[1:]] == sorted(
         found.seconds for found in ranking.predictions[1:]
     )
+
+
+def test_no_setting_in_the_ranking_is_faster_and_at_least_as_simple_as_the_first():
+    for seed in SEEDS:
+        ranking = search(random_problem(seed))
+        best = ranking.best
+        for found in ranking.predictions[1:]:
+            assert found.seconds >= best.seconds or found.setting.complexity > best.setting.complexity
+
+
+def test_even_chunks_win_where_boundaries_do_not_matter():
+    """Without attention all boundaries that round to the same chunks are as fast."""
+    problem = replace(random_problem(1), num_ranks=2, length=64, multiple=16, shortest_chunk=16)
+    best = search(replace(problem, knobs=Knobs(schedule="seq1f1b", num_chunks=4))).best
+    assert [span.length for span in best.setting.spans(problem)] == [16] * 4
+    assert best.setting.partition == 0.0
+
+
+def test_layers_are_shared_out_by_measured_times():
+    """A head that takes as long as two layers, whatever its FLOPs are."""
+    problem = replace(random_problem(1), num_ranks=2, length=4096)
+    problem = replace(problem, shape=replace(problem.shape, num_layers=6))
+    layer = dict.fromkeys(PASSES, Fit(0.0, 1e-6, 0.0))
+    none, head = dict.fromkeys(PASSES, Fit(0.0, 0.0, 0.0)), dict.fromkeys(PASSES, Fit(0.0, 2e-6, 0.0))
+    profile = Profile(problem.shape, 1, "bfloat16", "somewhere", layer, none, head)
+    measured = replace(problem, profile=profile, training=Training(), knobs=Knobs(schedule="1f1b"))
+    assert {setting.layers for setting in settings(measured)} == {(4, 2)}
 
 
 def test_progress_is_told():

@@ -28,8 +28,9 @@ def test_a_measured_timeline_comes_back(tmp_path: Path) -> None:
 
 def test_a_simulated_timeline_is_described(tmp_path: Path) -> None:
     plan = make_plan("interleaved_seq1f1b_zb", 2, 3, 4, virtual_stages=2)
-    timeline = simulate(plan, Costs(Fraction(1), Fraction(1), Fraction(1), 4, virtual_stages=2)).timeline
-    save(tmp_path / "step.json", timeline, schedule=plan.schedule, time_unit=None)
+    simulation = simulate(plan, Costs(Fraction(1), Fraction(1), Fraction(1), 4, virtual_stages=2))
+    timeline, settings = simulation.timeline, {"memory_knob": 1, "activation_cap": plan.activation_cap}
+    save(tmp_path / "step.json", timeline, schedule=plan.schedule, time_unit=None, **settings)
     content = json.loads((tmp_path / "step.json").read_text())
     assert len(content.pop("timeline")) == 4 * 3 * 4 * 3
     assert content == {
@@ -38,6 +39,8 @@ def test_a_simulated_timeline_is_described(tmp_path: Path) -> None:
         "virtual_stages": 2,
         "microbatches": 3,
         "chunks": 4,
+        "memory_knob": 1,
+        "activation_cap": plan.activation_cap,
         "time_unit": None,
     }
     recording = load(tmp_path / "step.json")
@@ -46,6 +49,21 @@ def test_a_simulated_timeline_is_described(tmp_path: Path) -> None:
     ]
     assert (recording.num_ranks, recording.num_stages, recording.virtual_stages) == (2, 4, 2)
     assert (recording.num_microbatches, recording.num_chunks) == (3, 4)
+    assert (recording.memory_knob, recording.activation_cap) == (1, plan.activation_cap)
+    assert recording.peak_units == simulation.peak_units
+
+
+def test_a_file_without_settings_is_read(tmp_path: Path) -> None:
+    event = '{"rank": 0, "action": "0F0.0", "start": 0.0, "end": 1.0}'
+    (tmp_path / "step.json").write_text(f'{{"schedule": "seq1f1b", "timeline": [{event}]}}')
+    recording = load(tmp_path / "step.json")
+    assert (recording.schedule, recording.memory_knob, recording.activation_cap) == ("seq1f1b", None, None)
+
+
+def test_swapped_arguments_are_pointed_out(tmp_path: Path) -> None:
+    events = [Event(0, Action.parse("0F0.0"), 0.0, 1.0)]
+    with pytest.raises(ValueError, match=r"the path comes first and the events second: save\(path, events\)"):
+        save(events, tmp_path / "step.json")  # type: ignore[arg-type]
 
 
 def test_transfers_are_left_out(tmp_path: Path) -> None:
@@ -70,6 +88,10 @@ def test_transfers_are_left_out(tmp_path: Path) -> None:
         ('{"timeline": [{"rank": 0, "action": "0F0.0", "start": NaN, "end": 1.0}]}', "ends after it starts"),
         ('{"timeline": [{"rank": -1, "action": "0F0.0", "start": 0.0, "end": 1.0}]}', "no compute action of a rank"),
         ('{"timeline": [{"rank": 0, "action": "0SEND_F0.0", "start": 0.0, "end": 1.0}]}', "no compute action"),
+        (
+            '{"memory_knob": "2", "timeline": [{"rank": 0, "action": "0F0.0", "start": 0.0, "end": 1.0}]}',
+            "memory_knob must be null or at least 1, not '2'",
+        ),
     ],
 )
 def test_what_is_no_timeline_is_refused(content: str, complaint: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -22,6 +23,7 @@ from lightning_seq1f1b.schedule.estimate import MACHINES
 from lightning_seq1f1b.schedule.planner import Knobs
 from lightning_seq1f1b.schedule.planner.search import search
 from lightning_seq1f1b.schedule.profile import PASSES, Fit, Profile
+from lightning_seq1f1b.strategy import automatic
 from lightning_seq1f1b.strategy.automatic import AutomaticCutting, best_setting, knobs_of, machine_of, training_of
 from lightning_seq1f1b.strategy.cut_module import CutModule
 
@@ -120,11 +122,13 @@ def test_listed_chunks_are_planned_at_their_own_length():
     assert (one.num_chunks, one.partition) == (2, (700, 301))
 
 
-def test_where_nothing_fits_the_smallest_is_tried_with_one_warning():
+def test_where_nothing_fits_the_smallest_is_tried_with_one_warning(monkeypatch):
     problem = replace(random_problem(4), memory=1.0)
     with pytest.warns(UserWarning, match="no setting fits into 1 bytes a rank: the smallest needs"):
         setting = best_setting(problem)
-    assert best_setting(problem) == setting
+    # Batch after batch asks the same; none of them may search again.
+    monkeypatch.setattr(automatic, "choose", None)
+    assert best_setting(replace(random_problem(4), memory=1.0)) == setting
 
 
 def test_bytes_and_shares_come_from_the_model():
@@ -169,6 +173,29 @@ def test_a_profile_decides_on_one_rank_too(tmp_path: Path):
     (tmp_path / "profile.json").write_text(Profile(shape, 1, "float32", "cpu", slow, none, none).to_json())
     (read,) = run_processes(fit_with_a_profile, 1, str(tmp_path / "profile.json"))
     assert read == slow
+
+
+def test_a_profile_that_is_nowhere_is_refused_at_once():
+    with pytest.raises(ValueError, match="profile='nofile' is no file here"):
+        Seq1F1BStrategy(schedule="auto", profile="nofile")
+
+
+@pytest.mark.parametrize(
+    ("data", "knobs", "said"),
+    [
+        (None, Knobs(), True),
+        (SimpleNamespace(sequence_length=512, batch_size=2), Knobs(), False),
+        (None, Knobs(virtual_stages=1, layers=(2, 2)), False),
+    ],
+)
+def test_a_length_that_is_only_assumed_is_said(monkeypatch, data, knobs, said):
+    told = []
+    monkeypatch.setattr(automatic, "rank_zero_info", told.append)
+    model = tiny_model("llama", torch.float32)
+    fixed = {"num_ranks": 2, "device": torch.device("cpu"), "precision": "32-true", "multiple": 16, "profile": None}
+    automatic.problem_for(model, model_shape(model.config), data=data, knobs=knobs, **fixed)
+    assert len(told) == said
+    assert all("rows of 4096 tokens" in text and "sequence_length" in text for text in told)
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path):

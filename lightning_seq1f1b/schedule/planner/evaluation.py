@@ -9,7 +9,14 @@ from itertools import accumulate
 from math import ceil, gcd, inf
 from typing import NamedTuple
 
-from lightning_seq1f1b.schedule.estimate import Resident, message_seconds, resident_bytes, unit_sizes, unit_times
+from lightning_seq1f1b.schedule.estimate import (
+    Resident,
+    message_seconds,
+    resident_bytes,
+    transient_bytes,
+    unit_sizes,
+    unit_times,
+)
 from lightning_seq1f1b.schedule.memory_curve import UnitSizes, peaks
 from lightning_seq1f1b.schedule.plan import Plan, make_plan
 from lightning_seq1f1b.schedule.planner.memory_parts import fullest_moments
@@ -50,6 +57,7 @@ class Evaluation:
         self._times = lru_cache(maxsize=None)(self._unit_times)
         self._sizes = lru_cache(maxsize=None)(self._unit_sizes)
         self._resident = lru_cache(maxsize=None)(self._resident_bytes)
+        self._working = lru_cache(maxsize=None)(self._working_bytes)
         self._refused: set[tuple[object, ...]] = set()
         self._ordered: set[tuple[object, ...]] = set()
         self.spent = 0
@@ -67,6 +75,10 @@ class Evaluation:
     def resident(self, setting: Setting) -> Sequence[Resident]:
         """Bytes that every rank holds from step to step."""
         return self._resident(setting.layers)
+
+    def working(self, setting: Setting) -> Sequence[float]:
+        """Bytes that an action of every rank makes and frees again, at most."""
+        return self._working(setting.layers, setting.spans(self.problem))
 
     def latency(self, setting: Setting) -> float:
         """Seconds of a message; the mean over the chunks."""
@@ -93,8 +105,13 @@ class Evaluation:
         return unit_sizes(self.problem.shape, layers, spans, self.problem.training)
 
     def _resident_bytes(self, layers: tuple[int, ...]) -> Sequence[Resident]:
-        ranks = [stage % self.problem.num_ranks for stage in range(len(layers))]
-        return resident_bytes(self.problem.shape, layers, ranks, self.problem.training)
+        return resident_bytes(self.problem.shape, layers, self._ranks(layers), self.problem.training)
+
+    def _working_bytes(self, layers: tuple[int, ...], spans: tuple[Span, ...]) -> Sequence[float]:
+        return transient_bytes(self.problem.shape, layers, spans, self._ranks(layers), self.problem.training)
+
+    def _ranks(self, layers: tuple[int, ...]) -> list[int]:
+        return [stage % self.problem.num_ranks for stage in range(len(layers))]
 
     # ---- bounds ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +164,7 @@ class Evaluation:
         problem, sizes = self.problem, self.sizes(setting)
         ranks, chunks = problem.num_ranks, setting.num_chunks
         most = 0.0
-        for rank, resident in enumerate(self.resident(setting)):
+        for rank, (resident, working) in enumerate(zip(self.resident(setting), self.working(setting), strict=True)):
             stages = range(rank, len(setting.layers), ranks)
             row = sum(sum(sizes.activations[stage]) + sum(sizes.keys_values[stage]) for stage in stages)
             rows, units = 1, 0
@@ -162,7 +179,7 @@ class Evaluation:
                 else:  # they may belong to more microbatches than necessary
                     units = min(ahead, all_ahead)
             smallest = min(min(sizes.activations[stage]) for stage in stages)
-            most = max(most, resident.total + rows * row + units * smallest)
+            most = max(most, resident.total + working + rows * row + units * smallest)
         return most + self.buffers(setting)
 
     # ---- playing ---------------------------------------------------------------------------------------------------
@@ -262,8 +279,8 @@ class Evaluation:
             held = tuple(rank.total for rank in memory)
         else:
             held_by_units = peaks(plan, self.sizes(setting), simulation.rows if plan.splits_backward else None)
-            ranks = zip(held_by_units, self.resident(setting), strict=True)
-            held = tuple(units + resident.total + self.buffers(setting) for units, resident in ranks)
+            ranks = zip(held_by_units, self.resident(setting), self.working(setting), strict=True)
+            held = tuple(units + resident.total + working + self.buffers(setting) for units, resident, working in ranks)
         return _Played(float(simulation.makespan), held, memory)
 
     def _memory(self, setting: Setting, plan: Plan, simulation: Simulation) -> tuple[Memory, ...]:
@@ -273,8 +290,8 @@ class Evaluation:
         without_logits = unit_sizes(headless, setting.layers, setting.spans(problem), problem.training)
         parts = fullest_moments(simulation.timeline, plan.num_ranks, self.sizes(setting), without_logits)
         return tuple(
-            Memory(resident.weights, resident.gradients, resident.optimizer, *held, self.buffers(setting))
-            for resident, held in zip(self.resident(setting), parts, strict=True)
+            Memory(resident.weights, resident.gradients, resident.optimizer, *held, working, self.buffers(setting))
+            for resident, held, working in zip(self.resident(setting), parts, self.working(setting), strict=True)
         )
 
 

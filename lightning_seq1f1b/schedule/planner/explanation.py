@@ -46,8 +46,9 @@ def explain(ranking: Ranking) -> list[str]:
     sentences = [
         f"{words(best.setting)}: {best.seconds:.4g} s a step with "
         f"{problem.num_microbatches} microbatch{'' if problem.num_microbatches == 1 else 'es'} on {problem.num_ranks} "
-        f"rank{'' if problem.num_ranks == 1 else 's'}; ranks idle {best.idle:.1%} on average, {best.waiting:.1%} of it "
-        "for the schedule and the rest for layers that cannot be shared out evenly."
+        f"rank{'' if problem.num_ranks == 1 else 's'}. Ranks idle {best.idle:.1%} of the step on average: "
+        f"{100 * best.waiting:.1f} points for the schedule, {100 * (best.idle - best.waiting):.1f} points for layers "
+        "that cannot be shared out evenly."
     ]
     if best.setting.schedule == "interleaved_1f1b":
         sentences.append(
@@ -89,10 +90,13 @@ class Feature:
         other = min(others, key=lambda found: found.seconds)
         more = other.seconds / best.seconds - 1
         rival = f"{words(other.setting)}, which idles {other.idle:.1%}"
+        near = "takes as long" if abs(more) < 5e-4 else f"takes {abs(more):.1%} {'less' if more < 0 else 'longer'}"
+        if chosen and more <= EQUAL:
+            return f"{self.named}: {self.without} are as fast, within {EQUAL:.1%} ({rival}, {near})."
         if chosen:
             return f"{self.named}: {self.without} take {more:.1%} longer at best ({rival})."
         if more <= EQUAL:
-            return f"{self.named}: no gain to speak of ({rival}, takes {more:+.1%}), so the simpler setting wins."
+            return f"{self.named}: no gain to speak of ({rival}, {near}), so the simpler setting wins."
         return f"{self.named}: would take {more:.1%} longer ({rival}); {self.because}."
 
 

@@ -20,6 +20,7 @@ class Memory(NamedTuple):
         activations: kept for backwards.
         keys_values: keys, values and their gradients.
         logits: of the chunks that wait for the LM head's backward.
+        working: what the largest single action makes and frees again.
         buffers: messages that are being sent and received.
     """
 
@@ -29,6 +30,7 @@ class Memory(NamedTuple):
     activations: float
     keys_values: float
     logits: float
+    working: float
     buffers: float
 
     @property

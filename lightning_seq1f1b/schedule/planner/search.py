@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 
 from lightning_seq1f1b.schedule.balance import nearby_layers
-from lightning_seq1f1b.schedule.costs import part_flops
 from lightning_seq1f1b.schedule.planner.evaluation import WHOLE, Evaluation
 from lightning_seq1f1b.schedule.planner.prediction import Prediction
 from lightning_seq1f1b.schedule.planner.problem import Problem
-from lightning_seq1f1b.schedule.planner.settings import Setting, settings
+from lightning_seq1f1b.schedule.planner.settings import PARTITIONS, Setting, parts, settings
 
 CLOSE = 0.005
 """Settings that differ by less are not worth the search; real steps vary more from run to run."""
@@ -22,11 +22,11 @@ EQUAL = 0.005
 BUDGET = 3_000_000
 """What a search may spend, see `Evaluation.spent`: about ten seconds of one core."""
 
-MOVED = 3
-"""Numbers of virtual stages for whose best settings layers are moved."""
+REFINED = 6
+"""Pairs of schedule and virtual stages whose best settings are tried with other layers and boundaries."""
 
 REACH = (1, 2)
-"""By how many layers the first, and the last stage, may then change."""
+"""By how many layers the first, and the last stage, then change."""
 
 Progress = Callable[[int, int], None]
 """Called with how many of how many settings have been looked at."""
@@ -67,11 +67,6 @@ class Ranking:
         """The recommended setting."""
         return self.predictions[0]
 
-    def best_of(self, schedule: str) -> Prediction | None:
-        """The fastest setting of a schedule that was played and fits."""
-        own = [prediction for prediction in self.predictions if prediction.setting.schedule == schedule]
-        return min(own, key=lambda prediction: prediction.seconds, default=None)
-
 
 def search(problem: Problem, budget: int = BUDGET, progress: Progress | None = None) -> Ranking:
     """Rank the settings of a problem. Every process that calls it with equal arguments gets the same answer.
@@ -92,12 +87,16 @@ def search(problem: Problem, budget: int = BUDGET, progress: Progress | None = N
 
 
 def _by_time(found: Prediction) -> tuple[object, ...]:
-    return found.seconds, found.setting.complexity
+    return found.seconds, found.setting.complexity, found.setting.unevenness, found.peak
+
+
+def _by_simplicity(found: Prediction) -> tuple[object, ...]:
+    return found.setting.complexity, found.seconds, found.setting.unevenness, found.peak
 
 
 class _Search:
     MOVES_LIMIT, LIMIT = 1.25, 2
-    """Budgets that may have been spent before layers are no longer moved, and before nothing more is verified."""
+    """Budgets that may have been spent before nothing is refined any more, and before nothing more is verified."""
 
     def __init__(self, problem: Problem, budget: int, progress: Progress | None) -> None:
         self.problem, self.budget, self.progress = problem, budget, progress
@@ -113,7 +112,7 @@ class _Search:
             complete = self._explore(queue)
             if not self.found:
                 raise self._does_not_fit()
-            self._move_layers()
+            self._refine()
             predictions = self._verified()
             if predictions:
                 return Ranking(self.problem, predictions, len(self.everything), len(self.too_large), complete)
@@ -134,22 +133,27 @@ class _Search:
                 self._play(setting)
         return True
 
-    def _move_layers(self) -> None:
-        """Try to move a few layers between the stages of the best settings with each number of virtual stages.
+    def _refine(self) -> None:
+        """Try layers and boundaries together, for the best settings of the best schedules.
 
         The busiest rank has least to do with the layers that were played so far. A step may still be shorter with
-        others: the first stage fills the pipeline, and the last one has the head.
+        others: the first stage fills the pipeline, and the last one has the head. With a few of them moved, other
+        boundaries may be the best. Exact among these pairs, unless the budget ends it: none is left out but those whose
+        lower bound rules them out.
         """
         problem = self.problem
         if problem.knobs.layers is not None:
             return
-        parts = part_flops(problem.shape, problem.length)
-        best_with: dict[int, Prediction] = {}
+        best_with: dict[tuple[str, int], Prediction] = {}
         for found in sorted(self.found.values(), key=_by_time):
-            best_with.setdefault(found.setting.virtual_stages, found)
-        for found in list(best_with.values())[:MOVED]:
-            for layers in nearby_layers(found.setting.layers, problem.num_ranks, parts, REACH):
-                setting = replace(found.setting, layers=layers)
+            best_with.setdefault((found.setting.schedule, found.setting.virtual_stages), found)
+        for found in list(best_with.values())[:REFINED]:
+            setting = found.setting
+            free = problem.knobs.partition is None and setting.num_chunks > 1
+            boundaries = PARTITIONS if free else (setting.partition,)
+            nearby = nearby_layers(setting.layers, problem.num_ranks, parts(problem), REACH)
+            for layers, boundary in product(nearby, boundaries):
+                setting = replace(setting, layers=layers, partition=boundary)
                 best = min(prediction.seconds for prediction in self.found.values())
                 if self.evaluation.spent > self.MOVES_LIMIT * self.budget:
                     return
@@ -192,11 +196,12 @@ class _Search:
         while self.found:
             ranked = sorted(self.found.values(), key=_by_time)
             equal = [found for found in ranked if found.seconds <= ranked[0].seconds * (1 + EQUAL)]
-            best = min(equal, key=lambda found: found.setting.complexity)
+            best = min(equal, key=_by_simplicity)
             enough = self.evaluation.spent > self.LIMIT * self.budget
             verified = [found for found in ranked if found.memory is not None]
-            if verified and (enough or verified[0].seconds <= best.seconds * (1 + CLOSE)):
-                # Another one may have looked a little better than it will turn out to be.
+            # Another one may look a little better than it would turn out to be.
+            close = bool(verified) and not best.exact and verified[0].seconds <= best.seconds * (1 + CLOSE)
+            if verified and (best.memory is not None or close or enough):
                 best = best if best.memory is not None else verified[0]
                 return (best, *(found for found in ranked if found is not best))
             self._play(best.setting, whole=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_seq1f1b.schedule.balance import balanced_layers
+from lightning_seq1f1b.schedule.costs import PartCosts
+from lightning_seq1f1b.schedule.estimate import part_seconds
 from lightning_seq1f1b.schedule.partition import partition
 from lightning_seq1f1b.schedule.planner.problem import Problem
 from lightning_seq1f1b.schedule.policies import POLICIES, Policy
@@ -63,10 +65,14 @@ class Setting:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """Orders settings of equal speed: the smallest is the simplest."""
-        boundary = 0.0 if isinstance(self.partition, tuple) else 1 - self.partition
+        """Orders settings of equal speed: the smallest is the simplest. Where rows are cut does not count."""
         place = list(MEMORY_KNOBS).index(self.schedule)
-        return self.splits, self.virtual_stages, self.num_chunks, place, self.knob, boundary
+        return self.splits, self.virtual_stages, self.num_chunks, place, self.knob
+
+    @property
+    def unevenness(self) -> float:
+        """Orders settings that differ in where rows are cut alone: even first."""
+        return 0.0 if isinstance(self.partition, tuple) else self.partition
 
     def spans(self, problem: Problem) -> tuple[Span, ...]:
         """The chunks of a row."""
@@ -143,13 +149,29 @@ def _partitions(problem: Problem, num_chunks: int) -> tuple[float | tuple[int, .
 
 def _memory_knobs(problem: Problem, schedule: str) -> tuple[int | None, ...]:
     asked = problem.knobs.memory_knob
-    return MEMORY_KNOBS[schedule] if asked is None or POLICIES[schedule].memory_knob is None else (asked,)
+    if asked is None:
+        return MEMORY_KNOBS[schedule]
+    if asked < 1:
+        raise ValueError(f"memory_knob must be at least 1, not {asked}")
+    if POLICIES[schedule].memory_knob is not None:
+        return (asked,)
+    if problem.knobs.schedule is not None:
+        raise ValueError(
+            f"memory_knob={asked} has no effect on {schedule}, which takes all forwards first; leave it out"
+        )
+    return ()
+
+
+@lru_cache(maxsize=64)
+def parts(problem: Problem) -> PartCosts:
+    """Seconds of the model's parts, by which layers are shared out: as measured, where there is a profile."""
+    return part_seconds(problem.shape, problem.length, problem.training, problem.machine, problem.profile)
 
 
 def _layers(problem: Problem, virtual_stages: int) -> tuple[int, ...]:
     asked = problem.knobs.layers
     if asked is None:
-        return balanced_layers(problem.shape, problem.num_ranks, virtual_stages, length=problem.length)
+        return balanced_layers(problem.shape, problem.num_ranks, virtual_stages, parts=parts(problem))
     if sum(asked) != problem.shape.num_layers or len(asked) != problem.num_ranks * virtual_stages:
         raise ValueError(
             f"layers lists {len(asked)} stages with {sum(asked)} layers, but the model has {problem.shape.num_layers} "
