@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_seq1f1b.schedule.planner.explanation import boundaries, explain, size
 from lightning_seq1f1b.schedule.planner.prediction import Memory, Prediction
-from lightning_seq1f1b.schedule.planner.search import Ranking
+from lightning_seq1f1b.schedule.planner.search import EQUAL, Ranking
 
 GIB = 2.0**30
 WIDTH = 120
@@ -28,11 +28,12 @@ def lines(ranking: Ranking, top: int, asked: str) -> Iterator[str]:
     yield ""
     yield from _table(
         ["", "schedule", "v", "k", "j", "chunks", "s/step", "idle", "tokens/s", "MFU", "peak GiB"],
-        [_row(ranking, place, found) for place, found in enumerate(ranking.predictions[:top], 1)],
+        [_row(ranking, place, found) for place, found in enumerate(_shown(ranking, top), 1)],
         left=(1, 5),
     )
     yield ""
     yield "v: virtual stages of a rank, k: chunks of a row, j: memory knob, ~: seen on fewer microbatches"
+    yield f"of the settings within {EQUAL:.1%} of the fastest the simplest comes first; the others are in order of time"
     if not ranking.complete:
         yield "the most promising settings were played; others may be close to these"
     yield ""
@@ -43,8 +44,8 @@ def lines(ranking: Ranking, top: int, asked: str) -> Iterator[str]:
     yield from _memory_table(ranking)
 
 
-def numbers(ranking: Ranking, top: int) -> dict[str, Any]:
-    """The report as what JSON can hold; seconds and bytes."""
+def numbers(ranking: Ranking) -> dict[str, Any]:
+    """The report as what JSON can hold, with all settings that were played and fit; seconds and bytes."""
     problem = ranking.problem
     return {
         "num_ranks": problem.num_ranks,
@@ -55,7 +56,7 @@ def numbers(ranking: Ranking, top: int) -> dict[str, Any]:
         "considered": ranking.considered,
         "too_large": ranking.too_large,
         "complete": ranking.complete,
-        "plans": [_numbers(ranking, found) for found in ranking.predictions[:top]],
+        "plans": [_numbers(ranking, found) for found in ranking.predictions],
         "memory": [{**rank._asdict(), "total": rank.total} for rank in ranking.best.memory or ()],
         "why": explain(ranking),
     }
@@ -79,6 +80,25 @@ def _numbers(ranking: Ranking, found: Prediction) -> dict[str, Any]:
         "peak_bytes": found.peaks,
         "exact": found.exact,
     }
+
+
+def _shown(ranking: Ranking, top: int) -> list[Prediction]:
+    """The first setting, then the best of every schedule, then of every schedule and number of stages, then others.
+
+    Of settings that differ in their layers alone, the best.
+    """
+    chosen: dict[Prediction, None] = {ranking.best: None}
+    columns = ("schedule", "virtual_stages", "num_chunks", "memory_knob", "partition")
+    seen: set[tuple[object, ...]] = {tuple(getattr(ranking.best.setting, name) for name in columns)}
+    for number in (1, 2, len(columns)):
+        groups = {key[:number] for key in seen}
+        for found in ranking.predictions:
+            key = tuple(getattr(found.setting, name) for name in columns)
+            if key[:number] not in groups and len(chosen) < top:
+                groups.add(key[:number])
+                seen.add(key)
+                chosen[found] = None
+    return [found for found in ranking.predictions if found in chosen]
 
 
 def _row(ranking: Ranking, place: int, found: Prediction) -> list[str]:

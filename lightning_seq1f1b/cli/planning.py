@@ -91,7 +91,12 @@ def problem_of(asked: Namespace, shape: ModelShape) -> Problem:
         )
     if not 0 <= asked.trainable_share <= 1:
         raise ValueError(f"--trainable-share must be between 0 and 1, not {asked.trainable_share:g}")
-    microbatches = min(asked.microbatches or asked.batch_size, asked.batch_size)
+    microbatches = asked.microbatches or asked.batch_size
+    if asked.batch_size % microbatches != 0:
+        raise ValueError(
+            f"--batch-size {asked.batch_size} does not divide into --microbatches {microbatches} of equal size, which "
+            f"is what is planned; make --batch-size a multiple of --microbatches"
+        )
     share = asked.trainable_share if asked.lora is None else lora_share(shape, asked.lora)
     return Problem(
         shape=shape,
@@ -99,7 +104,7 @@ def problem_of(asked: Namespace, shape: ModelShape) -> Problem:
         length=asked.seq_len,
         num_microbatches=microbatches,
         training=Training(
-            rows=-(-asked.batch_size // microbatches),
+            rows=asked.batch_size // microbatches,
             activation_bytes=precision.activation_bytes,
             weight_bytes=precision.weight_bytes,
             gradient_bytes=precision.gradient_bytes,
@@ -185,7 +190,8 @@ def _profile(path: Path | None, shape: ModelShape) -> Profile | None:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the profile {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"the profile {path} cannot be read: {reason}") from error
     try:
         profile = Profile.from_json(text, shape)
     except ValueError as error:

@@ -153,4 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lengths(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"write lengths in tokens, like 256,512, not {text!r}") from error

@@ -82,8 +82,9 @@ def _result(asked: Namespace) -> Result:
         times = costs.unit_times(sizes["stages"] * sizes["virtual_stages"])
     times, latency, ticks = in_ticks(times, links)
     knob, cap = asked.memory_knob, asked.activation_cap
-    if measured and knob is None and cap is None and _is_plan_of(measured, sizes, schedule):
-        knob, cap = measured.memory_knob, measured.activation_cap
+    repeats = measured is not None and measured.schedule == schedule and _sizes(measured) == sizes
+    if measured and repeats and knob is None and cap is None:
+        knob, cap = _knob_of(measured), measured.activation_cap
     plan = make_plan(
         schedule,
         sizes["stages"],
@@ -92,14 +93,15 @@ def _result(asked: Namespace) -> Result:
         virtual_stages=sizes["virtual_stages"],
         memory_knob=knob,
         activation_cap=cap,
-        times=times,
+        # A step runs a plan that was made without its times, and weight gradients as soon as a rank would wait.
+        times=None if repeats else times,
     )
     return Result(
         plan=plan,
         memory_knob=knob or POLICIES[schedule].memory_knob,
         times=(costs.forward, costs.input_grad, costs.weight_grad) if costs else None,
         links=links,
-        simulation=simulate(plan, times, latency),
+        simulation=simulate(plan, times, latency, early_weight_grads=repeats),
         ticks=ticks,
         measured=measured,
     )
@@ -107,20 +109,14 @@ def _result(asked: Namespace) -> Result:
 
 def _sizes(measured: Recording | None) -> dict[str, int]:
     """What the sizes are where they are not given."""
-    return {name: default for name, (_, default, _) in SIZES.items()} if measured is None else _sizes_of(measured)
-
-
-def _sizes_of(measured: Recording) -> dict[str, int]:
+    if measured is None:
+        return {name: default for name, (_, default, _) in SIZES.items()}
     return {
         "stages": measured.num_ranks,
         "microbatches": measured.num_microbatches,
         "chunks": measured.num_chunks,
         "virtual_stages": measured.virtual_stages,
     }
-
-
-def _is_plan_of(measured: Recording, sizes: dict[str, int], schedule: str) -> bool:
-    return measured.schedule == schedule and sizes == _sizes_of(measured)
 
 
 def _check_times(asked: Namespace) -> None:
@@ -139,6 +135,12 @@ def _check_sizes(sizes: dict[str, int]) -> None:
         raise ValueError(
             f"stages x virtual stages x microbatches x chunks is {units}; at most {_MOST_UNITS} are drawn or checked"
         )
+
+
+def _knob_of(measured: Recording) -> int | None:
+    """The memory knob; None for schedules without one, such as that of an evaluation by a strategy that has it set."""
+    policy = POLICIES.get(measured.schedule or "")
+    return None if policy is None or policy.memory_knob is None else measured.memory_knob
 
 
 def _times_of(measured: Recording, sizes: dict[str, int], schedule: str) -> UnitTimes:

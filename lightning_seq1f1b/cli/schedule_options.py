@@ -137,8 +137,8 @@ def _add_pictures(options: ArgumentParser) -> None:
         "--measured",
         type=str,
         metavar="FILE",
-        help="draw the measured timeline of this file above the simulated one, on one time axis; schedule, sizes and "
-        "times that are not given are taken from it",
+        help="draw the measured timeline of this file above the simulated one, on one time axis; schedule, sizes, "
+        "memory knob, cap and times that are not given are taken from it",
     )
     for name, file in FILE_OPTIONS.items():
         options.add_argument(option(name), type=str, metavar="FILE", help=file.help)

@@ -76,10 +76,10 @@ class Result:
         cap, peaks = self.measured.activation_cap, self.measured.peak_units
         if cap is not None and max(peaks) > cap:
             found.append(f"a rank of the measured step held {max(peaks)} units; the cap of its plan is {cap}")
-        if self.measured.schedule == self.plan.schedule and not _in_the_same_order(self.measured, self.simulated):
+        if _described(self.measured) == _described(self.simulated) and _order(self.measured) != _order(self.simulated):
             found.append(
-                "the measured step ran in another order than the simulated one; set --memory-knob and --activation-cap "
-                "as they were"
+                "the measured step ran in another order than the simulated one; its plan had another --memory-knob or "
+                "--activation-cap, or was made for other times"
             )
         return found
 
@@ -90,14 +90,18 @@ class Result:
         return {**shown, "simulated": self.simulated}
 
 
-def _in_the_same_order(one: Recording, other: Recording) -> bool:
-    """Whether every rank has the same forwards and backwards in the same order; a W may run whenever there is time."""
-    orders: list[dict[int, list[Action]]] = [{}, {}]
-    for order, recording in zip(orders, (one, other), strict=True):
-        for event in sorted(recording.events, key=lambda event: event.start):
-            if event.action.kind is not Kind.W:
-                order.setdefault(event.rank, []).append(event.action)
-    return orders[0] == orders[1]
+def _described(recording: Recording) -> tuple[object, ...]:
+    sizes = (recording.num_ranks, recording.num_stages, recording.num_microbatches, recording.num_chunks)
+    return recording.schedule, *sizes
+
+
+def _order(recording: Recording) -> dict[int, list[Action]]:
+    """The forwards and backwards of every rank, without W, which may run whenever there is time."""
+    order: dict[int, list[Action]] = {}
+    for event in sorted(recording.events, key=lambda event: event.start):
+        if event.action.kind is not Kind.W:
+            order.setdefault(event.rank, []).append(event.action)
+    return order
 
 
 def numbers(result: Result) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -32,7 +34,7 @@ _MEANINGS = {
 }
 
 _WIDTH = 14.0
-_DRAWN_WIDTH = 12.6
+_DRAWN_WIDTH = 12.2
 _MEMORY_HEIGHT = 1.7
 _BAR = 0.84
 _MARK = 0.16
@@ -42,6 +44,9 @@ _MOST_PATHS = 20_000
 """With more bars than this, they are pixels in an SVG file too: it would be unwieldy, and single bars are too thin."""
 
 _MOST_LINES_NAMED = 8
+
+_LINE_WIDTHS = (5.0, 0.8)
+"""Of the first and the last rank's memory, which lies on top: where lines coincide, all of them are seen."""
 
 
 def save_figure(path: str | PathLike[str], recordings: Mapping[str, Recording]) -> None:
@@ -76,7 +81,7 @@ def figure(recordings: Mapping[str, Recording]) -> Figure:
     for place, (name, recording) in enumerate(recordings.items()):
         first = min(event.start for event in recording.events)
         events = [Event(e.rank, e.action, float(e.start - first), float(e.end - first)) for e in recording.events]
-        shown = Recording(tuple(events), recording.schedule, recording.time_unit)
+        shown = replace(recording, events=tuple(events))
         _draw_work(axes[2 * place], shown)
         axes[2 * place].set_title(_title(name, shown), loc="left")
         _draw_memory(axes[2 * place + 1], shown)
@@ -94,6 +99,10 @@ def _title(name: str, recording: Recording) -> str:
     share = float(bubble(recording.events)) / length if length else 0.0
     ranks, stages = recording.num_ranks, recording.virtual_stages
     counts = f"p = {ranks}, v = {stages}, m = {recording.num_microbatches}, k = {recording.num_chunks}"
+    if recording.memory_knob is not None:
+        counts += f", j = {recording.memory_knob}"
+    if recording.activation_cap is not None:
+        counts += f", cap {recording.activation_cap}"
     schedule = f"{recording.schedule}, " if recording.schedule else ""
     unit = f" {recording.time_unit}" if recording.time_unit else ""
     return f"{name}: {schedule}{counts}; makespan {length:.4g}{unit}, bubble {share:.1%}"
@@ -172,20 +181,37 @@ def _draw_memory(axes: Axes, recording: Recording) -> None:
         levels = np.repeat(points[:, 1], 2)[:-1]
         lines.append(np.column_stack([times, levels]))
     few = len(recording.events) <= _MOST_PATHS
-    width = 1.4 if num_ranks <= _MOST_LINES_NAMED else 0.7
-    axes.add_collection(LineCollection(lines, colors=colours, linewidths=width, rasterized=not few))
+    widths = np.linspace(*_LINE_WIDTHS, num_ranks)
+    axes.add_collection(LineCollection(lines, colors=colours, linewidths=widths, rasterized=not few))
     axes.set_ylim(0, highest * 1.12)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylabel("units held")
     whole = recording.virtual_stages * recording.num_chunks
     axes.axhline(whole, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+    # Beside the axes, where no line passes.
     axes.annotate(
-        f"one microbatch ({whole})", (0, whole), xytext=(3, 2), textcoords="offset points", fontsize=7, va="bottom"
+        f"one micro-\nbatch ({whole})",
+        (1, whole),
+        xycoords=("axes fraction", "data"),
+        xytext=(3, 0),
+        textcoords="offset points",
+        fontsize=7,
+        va="center",
+        annotation_clip=False,
     )
     axes.spines[["top", "right"]].set_visible(False)
     named = range(num_ranks) if num_ranks <= _MOST_LINES_NAMED else (0, num_ranks // 2, num_ranks - 1)
-    handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in named]
-    axes.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=7, borderaxespad=0)
+    handles = [Line2D([], [], color=colours[rank], linewidth=widths[rank], label=f"rank {rank}") for rank in named]
+    # Above the axes for the same reason.
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=7,
+        borderaxespad=0,
+    )
 
 
 def _handles(recordings: Sequence[Recording]) -> list[Patch]:

@@ -66,7 +66,10 @@ class Profile:
         """
         try:
             content: dict[str, Any] = json.loads(text)
-            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+            if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
+                FORMAT,
+                VERSION,
+            ):
                 raise ValueError(f"its format is not {FORMAT} {VERSION}")
             layer, embedding, head = (
                 {name: Fit(**passes[name]) for name in PASSES} for passes in map(content.pop, PARTS)
@@ -74,7 +77,8 @@ class Profile:
             shape_measured = _shape(content.pop("shape"))
             profile = cls(**content, shape=shape_measured, layer=layer, embedding=embedding, head=head)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a profile that `lightning-seq1f1b profile` wrote: {error}") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"this is not a profile that `lightning-seq1f1b profile` wrote: {reason}") from error
         names = [field.name for field in fields(ModelShape) if field.name != "layers"]
         pairs = [(name, getattr(profile.shape, name), getattr(shape, name)) for name in names]
         different = [f"{name} {measured} instead of {wanted}" for name, measured, wanted in pairs if measured != wanted]

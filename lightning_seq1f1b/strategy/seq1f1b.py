@@ -68,7 +68,8 @@ class Seq1F1BStrategy(PipelineProcesses):
             rows (`num_chunks` must be 1), "1f1b", "interleaved_1f1b" and "zb1p". "auto" lets the planner choose, for
             every shape of batch, what is fastest in the devices' memory; what you set otherwise it keeps.
         virtual_stages: stages that each rank holds, dealt out in turn; for the interleaved schedules. Each needs a
-            layer, and the bubble shrinks by their number. "auto" is 1, or with schedule "auto" the planner's choice.
+            layer, and the bubble shrinks by their number. "auto" is 1, or with schedule "auto" the planner's choice,
+            for the data module's `sequence_length`; without that for 4096 tokens.
         memory_knob: extra forwards a rank takes at the start for each rank behind it. More fill the bubble where links
             are slow or weight gradients small, and hold more activations. By the schedule by default.
         activation_cap: most chunks whose activations a rank may hold at once, counted over its virtual stages. By the

@@ -59,7 +59,11 @@ def numbers(capsys: pytest.CaptureFixture[str], model: Path, options: str = OPTI
 def test_a_ranking_the_reasons_the_memory_and_the_configuration(capsys, model):
     text = output(capsys, model, f"{OPTIONS} --top 3")
     lines = text.splitlines()
-    assert "8 layers, 4 rows of 8192 tokens in 4 microbatches, 4 ranks, h100, bf16-true" in lines[0]
+    assert (
+        "8 layers, 4 rows of 8192 tokens in 4 microbatches, 4 ranks, h100 by its vendor's figures (not measured), "
+        in lines[0]
+    )
+    assert lines[0].endswith("bf16-true")
     assert "75.2 GiB a rank are planned with" in lines[1]
     (head,) = (place for place, line in enumerate(lines) if line.split()[:1] == ["schedule"])
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["1", "2", "3"]
@@ -95,6 +99,17 @@ def test_numbers_for_programs(capsys, model):
         assert max(plan["peak_bytes"]) <= found["memory_limit"]
         # Those that are almost as fast may be more complicated than the first.
         assert plan["step_seconds"] >= best["step_seconds"] * 0.995
+
+
+def test_the_table_shows_other_schedules_and_every_setting_once(capsys, model):
+    lines = output(capsys, model).splitlines()
+    (head,) = (place for place, line in enumerate(lines) if line.split()[:1] == ["schedule"])
+    rows = [line.split() for line in lines[head + 1 : lines.index("", head)]]
+    assert len(rows) == 10
+    assert len({tuple(row[1:5]) + tuple(row[5:-5]) for row in rows}) == 10
+    plans = numbers(capsys, model)["plans"]
+    assert {row[1] for row in rows} == {plan["schedule"] for plan in plans}
+    assert len(plans) > 10
 
 
 def test_every_run_prints_the_same(capsys, model):
@@ -150,6 +165,8 @@ def test_only_what_is_not_fixed_is_chosen(capsys, model):
 def test_rows_that_share_a_microbatch(capsys, model):
     found = numbers(capsys, model, f"{OPTIONS} --batch-size 8 --microbatches 4")
     assert (found["num_microbatches"], found["rows_per_microbatch"]) == (4, 2)
+    one_each = numbers(capsys, model, f"{OPTIONS} --microbatches 6")
+    assert (one_each["num_microbatches"], one_each["rows_per_microbatch"]) == (6, 1)
     assert found["plans"][0]["tokens_per_second"] == pytest.approx(8 * 8192 / found["plans"][0]["step_seconds"])
     assert found["config"]["trainer"]["strategy"]["init_args"]["num_microbatches"] == 4
     assert found["config"]["data"]["batch_size"] == 8
@@ -159,7 +176,9 @@ def test_memory_that_is_too_small_names_the_least_and_that_suffices(capsys, mode
     error = refusal(capsys, model, f"{OPTIONS} --memory 100MiB")
     assert "no setting fits into 94 MiB a rank: the smallest needs" in error
     assert "seq1f1b" in error
-    enough = error.rpartition("--memory ")[2].strip()
+    assert "with --recompute the same setting needs" in error
+    assert "with --recompute --lora 16 the same setting needs" in error
+    enough = error.rpartition("--memory ")[2].partition(";")[0]
     found = numbers(capsys, model, f"{OPTIONS} --memory {enough}")
     assert found["plans"]
 
@@ -224,17 +243,23 @@ def refusal(capsys: pytest.CaptureFixture[str], model: Path | str, options: str)
         (f"{OPTIONS} --precision bf16", "unknown --precision 'bf16'"),
         (f"{OPTIONS} --memory much", "'much' is no size of memory; write it like 80GiB"),
         (f"{OPTIONS} --memory 0GiB", "'0GiB' is no size of memory"),
-        (f"{OPTIONS} --virtual-stages 3", "--virtual-stages=3 on 4 ranks makes 12 stages, .* to 2 or less"),
-        (f"{OPTIONS} --schedule 1f1b --chunks 2", "no schedule fits schedule='1f1b', --chunks=2"),
+        (f"{OPTIONS} --virtual-stages 3", "--virtual-stages 3 on 4 ranks makes 12 stages, .* to 2 or less"),
+        (f"{OPTIONS} --schedule 1f1b --chunks 2", "no schedule fits --schedule 1f1b, --chunks 2 with"),
+        (f"{OPTIONS} --memory-knob 0", "--memory-knob must be at least 1, not 0"),
+        (f"{OPTIONS} --memory-knob 2 --schedule gpipe", "--memory-knob 2 has no effect on gpipe"),
+        (f"{OPTIONS} --chunks 0", "--chunks must be at least 1, not 0"),
+        (f"{OPTIONS} --batch-size 2 --microbatches 4", "--batch-size 2 does not divide into --microbatches 4"),
+        (f"{OPTIONS} --batch-size 3 --microbatches 2", "--batch-size 3 does not divide into --microbatches 2"),
         (f"{OPTIONS} --lora 0", "--lora is the rank of the adapters and must be at least 1"),
         (f"{OPTIONS} --trainable-share 1.5", "--trainable-share must be between 0 and 1, not 1.5"),
         (f"{OPTIONS} --batch-size 0", "--batch-size must be at least 1, not 0"),
-        (f"{OPTIONS} --partition 1000,1000", "add up to 2000 tokens, but the rows have 8192"),
-        (f"{OPTIONS} --partition 1.5", "--partition: invalid .* '1.5'"),
+        (f"{OPTIONS} --partition 1000,1000", "add up to 2000 tokens, but the rows have 8192; .* --partition balanced"),
+        (f"{OPTIONS} --partition 1.5", "--partition: write even, balanced, .* not '1.5'"),
+        (f"{OPTIONS} --partition 1,x", "--partition: write even, balanced, .* not '1,x'"),
         ("--seq-len 8192 --devices 9", "8 layers cannot fill 9 ranks"),
         ("--seq-len 0 --devices 2", "--seq-len must be at least 1, not 0"),
         ("--seq-len 8192", "the following arguments are required: --devices"),
-        (f"{OPTIONS} --profile nowhere.json", "the profile nowhere.json cannot be read"),
+        (f"{OPTIONS} --profile nowhere.json", "the profile nowhere.json cannot be read: No such file or directory"),
     ],
 )
 def test_bad_input_ends_with_one_sentence(capsys, model, options, words):
@@ -250,9 +275,8 @@ def test_files_that_are_no_model_or_profile(capsys, model, tmp_path):
     assert "has no config.json" in refusal(capsys, tmp_path / "empty", OPTIONS)
     (tmp_path / "foreign.json").write_text('{"model_type": "no_such_type"}')
     assert "no configuration that transformers can read" in refusal(capsys, tmp_path / "foreign.json", OPTIONS)
-    assert "not a profile that `lightning-seq1f1b profile` wrote" in refusal(
-        capsys, model, f"{OPTIONS} --profile {tmp_path / 'foreign.json'}"
-    )
+    foreign = refusal(capsys, model, f"{OPTIONS} --profile {tmp_path / 'foreign.json'}")
+    assert "not a profile that `lightning-seq1f1b profile` wrote: its format is not lightning_seq1f1b" in foreign
     tiny_config("llama").save_pretrained(tmp_path / "other")
     (tmp_path / "other.json").write_text(profile_of(tmp_path / "other").to_json())
     assert "the profile is of another model" in refusal(capsys, model, f"{OPTIONS} --profile {tmp_path / 'other.json'}")

@@ -131,6 +131,12 @@ def test_bad_input_ends_with_one_sentence(capsys, model, tmp_path, options, word
     assert not (tmp_path / "profile.json").exists()
 
 
+def test_lengths_that_are_no_numbers(capsys, model, tmp_path):
+    with pytest.raises(SystemExit):
+        run(model, tmp_path / "profile.json", "--chunks", "8,x")
+    assert "argument --chunks: write lengths in tokens, like 256,512, not '8,x'" in capsys.readouterr().err
+
+
 def test_a_directory_that_does_not_exist(capsys, model, tmp_path):
     assert run(model, tmp_path / "no" / "profile.json") == 2
     assert "does not exist" in capsys.readouterr().err

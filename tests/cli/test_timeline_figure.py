@@ -2,8 +2,9 @@
 
 import re
 import struct
+from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -98,6 +99,31 @@ def test_the_memory_below_is_the_count_of_held_units() -> None:
     (lines,) = (each for each in memory.collections if isinstance(each, LineCollection))
     assert [segment[:, 1].max() for segment in lines.get_segments()] == [6, 5, 4]  # k + p - r - 1
     assert [segment[-1, 1] for segment in lines.get_segments()] == [0, 0, 0]
+
+
+def test_lines_that_coincide_are_all_seen() -> None:
+    memory = figure({"simulated": recorded("interleaved_seq1f1b_zb", 8, 2, 8, 2)}).axes[1]
+    (lines,) = (each for each in memory.collections if isinstance(each, LineCollection))
+    peaks = [segment[:, 1].max() for segment in lines.get_segments()]
+    widths = list(lines.get_linewidths())
+    assert len(set(peaks)) == 1  # they do coincide
+    assert all(below > above for below, above in pairwise(widths))
+    assert [handle.get_linewidth() for handle in memory.get_legend().get_lines()] == widths
+
+
+def test_no_line_passes_through_the_words_of_the_memory() -> None:
+    drawn = figure({"simulated": recorded("interleaved_seq1f1b_zb", 16, 2, 4, 2)})
+    drawn.draw_without_rendering()
+    memory = drawn.axes[1]
+    (level,) = memory.texts
+    assert level.get_text() == "one micro-\nbatch (8)"
+    assert memory.bbox.x1 <= level.get_window_extent().x0 < level.get_window_extent().x1 <= drawn.bbox.x1
+    assert memory.get_legend().get_window_extent().y0 >= memory.bbox.y1
+
+
+def test_the_title_tells_the_settings() -> None:
+    described = replace(FLAGSHIP, memory_knob=2, activation_cap=9)
+    assert "k = 3, j = 2, cap 9; makespan" in figure({"simulated": described}).axes[0].get_title(loc="left")
 
 
 def test_two_timelines_share_an_axis_that_starts_at_zero() -> None:

@@ -20,7 +20,8 @@ from lightning_seq1f1b.schedule.estimate import (
 from lightning_seq1f1b.schedule.memory_curve import memory_over_time
 from lightning_seq1f1b.schedule.plan import make_plan
 from lightning_seq1f1b.schedule.planner import Knobs, Problem, choose
-from lightning_seq1f1b.schedule.planner.evaluation import MESSAGES, Evaluation
+from lightning_seq1f1b.schedule.planner.evaluation import Evaluation
+from lightning_seq1f1b.schedule.planner.quantities import MESSAGES
 from lightning_seq1f1b.schedule.planner.search import CLOSE, EQUAL, DoesNotFitError, search
 from lightning_seq1f1b.schedule.planner.settings import MEMORY_KNOBS, Setting, settings
 from lightning_seq1f1b.schedule.profile import PASSES, Fit, Profile
@@ -240,6 +241,15 @@ def test_no_setting_in_the_ranking_is_faster_and_at_least_as_simple_as_the_first
         best = ranking.best
         for found in ranking.predictions[1:]:
             assert found.seconds >= best.seconds or found.setting.complexity > best.setting.complexity
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_whatever_may_be_spent_the_first_is_the_fastest_of_the_ranking_and_shows_its_memory(seed):
+    problem = replace(random_problem(seed), num_microbatches=400, length=4096, shortest_chunk=512)
+    for budget in (1, 100_000):
+        ranking = search(problem, budget)
+        assert ranking.best.seconds <= (1 + max(EQUAL, CLOSE)) * min(found.seconds for found in ranking.predictions)
+        assert [rank.total for rank in ranking.best.memory] == pytest.approx(ranking.best.peaks)
 
 
 def test_even_chunks_win_where_boundaries_do_not_matter():

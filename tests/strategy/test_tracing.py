@@ -58,7 +58,8 @@ def test_a_traced_step_is_drawn_above_its_simulation(step: Path, capsys: pytest.
     assert main(["schedule", "draw", "--measured", str(step), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["schedule"], numbers["memory_knob"], numbers["time_unit"]) == ("interleaved_seq1f1b_zb", KNOB, "s")
-    assert 0 < numbers["makespan"] <= numbers["measured"]["makespan"] * 2
+    assert numbers["makespan"] > 0
+    assert numbers["measured"]["warnings"] == []  # the same order as the simulation, within its cap
     assert len(numbers["timeline"]) == len(numbers["measured"]["timeline"]) == 3 * 2 * 2 * 3 * 4
     picture = step.with_suffix(".svg")
     assert main(["schedule", "draw", "--measured", str(step), f"--svg={picture}"]) == 0

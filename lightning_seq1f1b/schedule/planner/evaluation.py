@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from math import ceil, gcd, inf
 from typing import NamedTuple
 
-from lightning_seq1f1b.schedule.estimate import (
-    Resident,
-    message_seconds,
-    resident_bytes,
-    transient_bytes,
-    unit_sizes,
-    unit_times,
-)
-from lightning_seq1f1b.schedule.memory_curve import UnitSizes, peaks
+from lightning_seq1f1b.schedule.estimate import unit_sizes
+from lightning_seq1f1b.schedule.memory_curve import peaks
 from lightning_seq1f1b.schedule.plan import Plan, make_plan
 from lightning_seq1f1b.schedule.planner.memory_parts import fullest_moments
 from lightning_seq1f1b.schedule.planner.prediction import Memory, Prediction
 from lightning_seq1f1b.schedule.planner.problem import Problem
+from lightning_seq1f1b.schedule.planner.quantities import Quantities
 from lightning_seq1f1b.schedule.planner.settings import Setting
 from lightning_seq1f1b.schedule.simulate import Simulation, simulate
-from lightning_seq1f1b.schedule.spans import Span
 from lightning_seq1f1b.schedule.timeline import Time
 from lightning_seq1f1b.schedule.unit_times import UnitTimes
 
 Table = tuple[tuple[Time, ...], ...]
 
-MESSAGES = 4
-"""Messages that a rank holds at once: one each way in each direction."""
-
 WHOLE = 8_000
 """Compute actions up to which a step is played as a whole even where its beginning would do."""
-
 
 LARGE = 300_000
 """Compute actions from which the memory of a step is taken from its first microbatches, in any case."""
@@ -44,8 +31,8 @@ ORDERING = 4
 """Times that it takes longer to order and verify an action than to play it."""
 
 
-class Evaluation:
-    """Predicts settings of one problem; what settings have in common is computed once.
+class Evaluation(Quantities):
+    """Predicts settings of one problem.
 
     Attributes:
         problem: the problem.
@@ -53,65 +40,10 @@ class Evaluation:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._times = lru_cache(maxsize=None)(self._unit_times)
-        self._sizes = lru_cache(maxsize=None)(self._unit_sizes)
-        self._resident = lru_cache(maxsize=None)(self._resident_bytes)
-        self._working = lru_cache(maxsize=None)(self._working_bytes)
+        super().__init__(problem)
         self._refused: set[tuple[object, ...]] = set()
         self._ordered: set[tuple[object, ...]] = set()
         self.spent = 0
-
-    # ---- what units and ranks take ---------------------------------------------------------------------------------
-
-    def times(self, setting: Setting) -> UnitTimes:
-        """Seconds of its units."""
-        return self._times(setting.layers, setting.spans(self.problem))
-
-    def sizes(self, setting: Setting) -> UnitSizes:
-        """Bytes of its units."""
-        return self._sizes(setting.layers, setting.spans(self.problem))
-
-    def resident(self, setting: Setting) -> Sequence[Resident]:
-        """Bytes that every rank holds from step to step."""
-        return self._resident(setting.layers)
-
-    def working(self, setting: Setting) -> Sequence[float]:
-        """Bytes that an action of every rank makes and frees again, at most."""
-        return self._working(setting.layers, setting.spans(self.problem))
-
-    def latency(self, setting: Setting) -> float:
-        """Seconds of a message; the mean over the chunks."""
-        problem, chunks = self.problem, setting.spans(self.problem)
-        if problem.num_ranks == 1:
-            return 0.0
-        seconds = [message_seconds(problem.shape, span, problem.training, problem.machine) for span in chunks]
-        return sum(seconds) / len(seconds)
-
-    def buffers(self, setting: Setting) -> float:
-        """Bytes of messages on their way, of any rank."""
-        problem = self.problem
-        if problem.num_ranks == 1:
-            return 0.0
-        longest = max(span.length for span in setting.spans(problem))
-        message = problem.training.rows * longest * problem.shape.hidden_size * problem.training.activation_bytes
-        return MESSAGES * message
-
-    def _unit_times(self, layers: tuple[int, ...], spans: tuple[Span, ...]) -> UnitTimes:
-        problem = self.problem
-        return unit_times(problem.shape, layers, spans, problem.training, problem.machine, problem.profile)
-
-    def _unit_sizes(self, layers: tuple[int, ...], spans: tuple[Span, ...]) -> UnitSizes:
-        return unit_sizes(self.problem.shape, layers, spans, self.problem.training)
-
-    def _resident_bytes(self, layers: tuple[int, ...]) -> Sequence[Resident]:
-        return resident_bytes(self.problem.shape, layers, self._ranks(layers), self.problem.training)
-
-    def _working_bytes(self, layers: tuple[int, ...], spans: tuple[Span, ...]) -> Sequence[float]:
-        return transient_bytes(self.problem.shape, layers, spans, self._ranks(layers), self.problem.training)
-
-    def _ranks(self, layers: tuple[int, ...]) -> list[int]:
-        return [stage % self.problem.num_ranks for stage in range(len(layers))]
 
     # ---- bounds ----------------------------------------------------------------------------------------------------
 
@@ -226,6 +158,20 @@ class Evaluation:
         held = (after + steps * (after - before) for before, after in zip(played.held, longer.held, strict=True))
         return Prediction(setting, seconds, work, tuple(held), False)
 
+    def with_memory(self, found: Prediction) -> Prediction | None:
+        """The same prediction with the memory of the first microbatches as they run; None when that has no plan."""
+        fewer = self._fewer(found.setting)
+        if not fewer or found.setting.schedule == "gpipe":  # which holds more, the more microbatches there are
+            return self.play(found.setting, whole=True)
+        shorter = self._play(found.setting, fewer[1], as_it_runs=True)
+        return shorter and replace(found, peaks=shorter.held, memory=shorter.memory)
+
+    def price(self, setting: Setting, *, whole: bool = False) -> int:
+        """What it spends at most to order a setting and to play it, as a whole or as `play` does otherwise."""
+        total = self.problem.num_microbatches
+        fewer = () if whole or self.actions(setting, total) <= WHOLE else self._fewer(setting)
+        return (1 + ORDERING) * self.actions(setting, sum(fewer) or total)
+
     def _beginning(self, setting: Setting) -> int | None:
         """How many microbatches of a very long step show all its memory; None to look at all of it."""
         if self.actions(setting, self.problem.num_microbatches) < LARGE or setting.schedule == "gpipe":
@@ -237,7 +183,9 @@ class Evaluation:
         """Two numbers of microbatches that show the steady phase; empty when the whole step is hardly longer."""
         ranks, total = self.problem.num_ranks, self.problem.num_microbatches
         units_of_row = setting.num_chunks * setting.virtual_stages
-        warm_up = units_of_row - 1 + setting.knob * (ranks - 1)
+        # A rank's stages take turns in groups of as many units as a row has chunks, or as there are ranks.
+        groups = (setting.virtual_stages - 1) * max(setting.num_chunks, ranks)
+        warm_up = groups + setting.num_chunks - 1 + setting.knob * (ranks - 1)
         # Groups that are larger than a row repeat only after several rows.
         period = ranks // gcd(ranks, setting.num_chunks) if setting.num_chunks < ranks else 1
         first = ceil(warm_up / units_of_row) + 2

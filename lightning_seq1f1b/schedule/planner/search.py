@@ -11,7 +11,7 @@ from lightning_seq1f1b.schedule.balance import nearby_layers
 from lightning_seq1f1b.schedule.planner.evaluation import WHOLE, Evaluation
 from lightning_seq1f1b.schedule.planner.prediction import Prediction
 from lightning_seq1f1b.schedule.planner.problem import Problem
-from lightning_seq1f1b.schedule.planner.settings import PARTITIONS, Setting, parts, settings
+from lightning_seq1f1b.schedule.planner.settings import Setting, partitions, parts, settings
 
 CLOSE = 0.005
 """Settings that differ by less are not worth the search; real steps vary more from run to run."""
@@ -19,8 +19,11 @@ CLOSE = 0.005
 EQUAL = 0.005
 """Among settings this close to the fastest, the simplest is chosen."""
 
-BUDGET = 3_000_000
-"""What a search may spend, see `Evaluation.spent`: about ten seconds of one core."""
+BUDGET = 1_700_000
+"""What a search may spend, see `Evaluation.spent`: about seven seconds of one core."""
+
+DEAR = 0.25
+"""How much shorter a step must promise to be, as a share of it, where playing it takes the whole budget."""
 
 REFINED = 6
 """Pairs of schedule and virtual stages whose best settings are tried with other layers and boundaries."""
@@ -95,8 +98,8 @@ def _by_simplicity(found: Prediction) -> tuple[object, ...]:
 
 
 class _Search:
-    MOVES_LIMIT, LIMIT = 1.25, 2
-    """Budgets that may have been spent before nothing is refined any more, and before nothing more is verified."""
+    REFINE_LIMIT, LIMIT = 1.25, 2.5
+    """Budgets that may have been spent before nothing is refined, and before nothing is played as a whole, any more."""
 
     def __init__(self, problem: Problem, budget: int, progress: Progress | None) -> None:
         self.problem, self.budget, self.progress = problem, budget, progress
@@ -149,37 +152,39 @@ class _Search:
             best_with.setdefault((found.setting.schedule, found.setting.virtual_stages), found)
         for found in list(best_with.values())[:REFINED]:
             setting = found.setting
-            free = problem.knobs.partition is None and setting.num_chunks > 1
-            boundaries = PARTITIONS if free else (setting.partition,)
             nearby = nearby_layers(setting.layers, problem.num_ranks, parts(problem), REACH)
-            for layers, boundary in product(nearby, boundaries):
+            for layers, boundary in product(nearby, partitions(problem, setting.num_chunks)):
                 setting = replace(setting, layers=layers, partition=boundary)
                 best = min(prediction.seconds for prediction in self.found.values())
-                if self.evaluation.spent > self.MOVES_LIMIT * self.budget:
+                if self.evaluation.spent > self.REFINE_LIMIT * self.budget:
                     return
                 if setting not in self.found and self.evaluation.least_seconds(setting) < best:
                     self._play(setting)
 
     def _in_order(self) -> list[Setting]:
-        """The most promising setting of every schedule, then all others, by their guessed times."""
+        """The most promising setting of every schedule, then all others; what is dear to play must promise more."""
         fitting = []
         for setting in self.everything:
             if self.problem.memory is not None and self.evaluation.least_bytes(setting) > self.problem.memory:
                 self.too_large.add(setting)
             else:
-                fitting.append((self.evaluation.guessed_seconds(setting), setting.complexity, setting))
-        fitting.sort(key=lambda entry: entry[:2])
-        ordered = [setting for _, _, setting in fitting]
+                dear = 1 + DEAR * self.evaluation.price(setting) / self.budget
+                guess = dear * self.evaluation.guessed_seconds(setting)
+                fitting.append((guess, setting.complexity, setting.unevenness, setting))
+        fitting.sort(key=lambda entry: entry[:3])
+        ordered = [setting for *_, setting in fitting]
         first_of: dict[str, Setting] = {}
         for setting in ordered:
             first_of.setdefault(setting.schedule, setting)
         firsts = set(first_of.values())
         return [*first_of.values(), *(setting for setting in ordered if setting not in firsts)]
 
-    def _play(self, setting: Setting, *, whole: bool = False) -> None:
+    def _play(self, setting: Setting) -> None:
         best = min((prediction.seconds for prediction in self.found.values()), default=inf)
         self.played.add(setting)
-        prediction = self.evaluation.play(setting, whole=whole, unless_above=best)
+        self._keep(setting, self.evaluation.play(setting, unless_above=best))
+
+    def _keep(self, setting: Setting, prediction: Prediction | None) -> None:
         self.found.pop(setting, None)
         if prediction is None:
             return
@@ -189,22 +194,25 @@ class _Search:
             self.found[setting] = prediction
 
     def _verified(self) -> tuple[Prediction, ...]:
-        """All predictions in order, the first one of them played as a whole and as it will run.
+        """All predictions in order, the first one of them played as it will run, and as a whole where time allows.
 
         Empty when none is left: played as it will run, a setting may turn out to need more memory.
         """
+        evaluation = self.evaluation
         while self.found:
             ranked = sorted(self.found.values(), key=_by_time)
             equal = [found for found in ranked if found.seconds <= ranked[0].seconds * (1 + EQUAL)]
             best = min(equal, key=_by_simplicity)
-            enough = self.evaluation.spent > self.LIMIT * self.budget
             verified = [found for found in ranked if found.memory is not None]
             # Another one may look a little better than it would turn out to be.
             close = bool(verified) and not best.exact and verified[0].seconds <= best.seconds * (1 + CLOSE)
-            if verified and (best.memory is not None or close or enough):
+            if best.memory is not None or close:
                 best = best if best.memory is not None else verified[0]
                 return (best, *(found for found in ranked if found is not best))
-            self._play(best.setting, whole=True)
+            within = evaluation.spent + evaluation.price(best.setting, whole=True) <= self.LIMIT * self.budget
+            whole = within or best.exact
+            played = evaluation.play(best.setting, whole=True) if whole else evaluation.with_memory(best)
+            self._keep(best.setting, played)
         return ()
 
     def _does_not_fit(self) -> ValueError:

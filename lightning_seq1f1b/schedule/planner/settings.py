@@ -29,8 +29,8 @@ MEMORY_KNOBS: dict[str, tuple[int | None, ...]] = {
 
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 CHUNKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""From equal work to equal tokens; small kernels are less efficient, so the best often lies in between."""
+PARTITIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""From equal tokens to equal work; small kernels are less efficient, so the best often lies in between."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def settings(problem: Problem) -> Iterator[Setting]:
         for virtual_stages in _virtual_stages(problem, policy):
             layers = _layers(problem, virtual_stages)
             for num_chunks in _chunks(problem, policy):
-                for boundary in _partitions(problem, num_chunks):
+                for boundary in partitions(problem, num_chunks):
                     for memory_knob in _memory_knobs(problem, name):
                         found = True
                         yield Setting(name, virtual_stages, num_chunks, memory_knob, boundary, layers)
@@ -141,10 +141,16 @@ def _chunks(problem: Problem, policy: Policy) -> tuple[int, ...]:
     return tuple(number for number in CHUNKS if number <= most) or (1,)
 
 
-def _partitions(problem: Problem, num_chunks: int) -> tuple[float | tuple[int, ...], ...]:
+def partitions(problem: Problem, num_chunks: int) -> tuple[float | tuple[int, ...], ...]:
+    """The partitions that the problem's knobs leave; of those with the same chunks the one nearest to even."""
     if problem.knobs.partition is not None:
         return (problem.knobs.partition,)
-    return PARTITIONS if num_chunks > 1 else (1.0,)
+    if num_chunks == 1:
+        return (1.0,)
+    different: dict[tuple[Span, ...], float] = {}
+    for number in PARTITIONS:
+        different.setdefault(_spans(number, problem.length, num_chunks, problem.shape, problem.multiple), number)
+    return tuple(different.values())
 
 
 def _memory_knobs(problem: Problem, schedule: str) -> tuple[int | None, ...]:
