@@ -216,7 +216,7 @@ class _InputGradient(torch.autograd.Function):
         ctx.save_for_backward(low, low_weight)
         matrix = low_weight.t() if use.transposed else low_weight
         output = F.linear(low.reshape(-1, low.shape[-1]), matrix, low_bias)
-        # A view, even of a tensor nobody else has, would not let the caller change it in place.
+        # A view, even of a tensor nobody else has, would not let the caller change it in place. (torch.ops is untyped.)
         return torch.ops.aten._unsafe_view(output, [*low.shape[:-1], output.shape[-1]])  # type: ignore[no-any-return]
 
     @staticmethod

@@ -281,13 +281,17 @@ def test_fused_schedules_keep_their_order_whatever_arrives():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_w_stays_where_it_is_planned_when_nothing_is_late(num_ranks):
-    always = lambda end, rank: LateTransport(end, lambda arrival: True)  # noqa: E731
+    def always(end, rank):
+        return LateTransport(end, lambda arrival: True)
+
     plan, ran = traced(toy_stages(4), "interleaved_seq1f1b_zb", num_ranks, always)
     assert ran == [list(actions) for actions in plan.compute]
 
 
 def test_w_fills_every_wait_for_a_message():
-    never = lambda end, rank: LateTransport(end, lambda arrival: False)  # noqa: E731
+    def never(end, rank):
+        return LateTransport(end, lambda arrival: False)
+
     plan, ran = traced(toy_stages(4), "interleaved_seq1f1b_zb", 2, never)
     for actions in ran:
         due = 0

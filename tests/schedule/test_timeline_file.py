@@ -63,7 +63,7 @@ def test_a_file_without_settings_is_read(tmp_path: Path) -> None:
 def test_swapped_arguments_are_pointed_out(tmp_path: Path) -> None:
     events = [Event(0, Action.parse("0F0.0"), 0.0, 1.0)]
     with pytest.raises(ValueError, match=r"the path comes first and the events second: save\(path, events\)"):
-        save(events, tmp_path / "step.json")  # type: ignore[arg-type]
+        save(events, tmp_path / "step.json")
 
 
 def test_transfers_are_left_out(tmp_path: Path) -> None:
