@@ -273,7 +273,7 @@ class _WithEarlyWeightGrads(_InOrder):
                 return
 
 
-class _FillingGaps(Clock):
+class _FillingGaps(_InOrder):
     """Every rank runs its forwards and backwards in a given order, and weight gradients between them."""
 
     def __init__(
@@ -285,9 +285,8 @@ class _FillingGaps(Clock):
         cap: int | None,
         patient: bool,
     ) -> None:
-        super().__init__(len(rows), stage_to_rank, codes, durations, 0)
-        self.rows, self.cap, self.patient = rows, cap, patient
-        self.position = [0] * len(rows)
+        super().__init__(rows, stage_to_rank, codes, durations, 0)
+        self.cap, self.patient = cap, patient
 
     def go_on(self, rank: int, now: Time) -> None:
         row, owed = self.rows[rank], self.owed[rank]
