@@ -79,8 +79,8 @@ class OurContender:
 
     def run(self, trace: StepTrace) -> float | None:
         """One step, watched by any trace."""
-        loss = self._executor.run(self.plan, self._microbatches, trace)
-        return None if loss is None else float(loss)
+        results = self._executor.run(self.plan, self._microbatches, trace)
+        return None if results is None else float(sum(result["loss"] for result in results))
 
     def simulated(self, units: Sequence[Units]) -> float:
         """See `Contender.simulated`."""

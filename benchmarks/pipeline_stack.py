@@ -16,6 +16,7 @@ from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.runtime.batching import IGNORE_INDEX, Chunk, Microbatch
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 from lightning_seq1f1b.runtime.linear_layers import LinearLayer, linear_layers
+from lightning_seq1f1b.runtime.summed_loss import SummedLoss
 from lightning_seq1f1b.schedule.costs import ModelShape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -136,11 +137,12 @@ class WholePart(nn.Module):
         return self.part(given, self.attends)
 
 
-@dataclass
-class Buffers:
+class Buffers(SummedLoss):
     """Keys and values of one microbatch on one stage. Implements `runtime.stage.MicrobatchState`."""
 
-    layers: list[KVBuffer]
+    def __init__(self, layers: list[KVBuffer]) -> None:
+        super().__init__()
+        self.layers = layers
 
     def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
         """Nothing but keys and values passes from chunk to chunk."""
@@ -180,7 +182,9 @@ class ChunkedPart:
         output = self.part(chunk.input_ids if hidden is None else hidden, [attention(b) for b in state.layers])
         if self.index < self.num_stages - 1:
             return output
-        return token_losses(output, chunk.labels) / chunk.loss_denominator
+        loss = token_losses(output, chunk.labels) / chunk.loss_denominator
+        state.add_loss(loss)
+        return loss
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from lightning_seq1f1b.models.autocasting import autocasted
 from lightning_seq1f1b.models.carry import Carry
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
+from lightning_seq1f1b.runtime.summed_loss import SummedLoss
 from lightning_seq1f1b.schedule.spans import Span
 
 
@@ -21,7 +22,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[Any]:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
-class ChunkedState:
+class ChunkedState(SummedLoss):
     """What one microbatch leaves on one stage from chunk to chunk; implements `runtime.stage.MicrobatchState`.
 
     Args:
@@ -31,6 +32,7 @@ class ChunkedState:
     """
 
     def __init__(self, kinds: Sequence[Any], length: int, last_position: Tensor | None = None) -> None:
+        super().__init__()
         self.kinds = kinds
         self.length = length
         self.last_position = last_position

@@ -95,6 +95,7 @@ class StagedModel:
             self._received = self._row_end.position = None
             self._running = False
         assert index == self.split.num_stages - 1, "the forward ended without running the stage's last layer"
+        state.add_loss(output.loss)
         return output.loss
 
     def _check_whole(self, trunk: nn.Module, args: tuple[Any, ...]) -> None:

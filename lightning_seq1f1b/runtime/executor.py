@@ -40,7 +40,9 @@ class Executor:
         self.pipeline_rank, self.device = pipeline_rank, device
         self._formats: dict[object, Formats] = {}
 
-    def run(self, plan: Plan, microbatches: Sequence[Microbatch], trace: StepTrace | None = None) -> Tensor | None:
+    def run(
+        self, plan: Plan, microbatches: Sequence[Microbatch], trace: StepTrace | None = None
+    ) -> list[Mapping[str, Tensor]] | None:
         """Execute this rank's actions of one step.
 
         Gradients are added to the `.grad` of the stages' parameters when the plan trains.
@@ -51,16 +53,16 @@ class Executor:
             trace: collects the times of the compute actions.
 
         Returns:
-            On the rank of the last stage the batch's loss, a 0-d tensor without autograd; None elsewhere.
+            On the rank of the last stage what every microbatch gives, see `MicrobatchState.result`; None elsewhere.
 
         Raises:
             RuntimeError: when something is still alive after the last action, which is a fault of the plan.
         """
         formats = self._formats.setdefault(mode(self.device), {})
         messages = Messages(plan, self.pipeline_rank, self.transport, formats, microbatches, self.device)
-        loss = _Step(self, plan, messages, microbatches, trace).run()
+        results = _Step(self, plan, messages, microbatches, trace).run()
         self.transport.finish()
-        return loss
+        return results
 
 
 class _Step:
@@ -84,9 +86,9 @@ class _Step:
         }
         self.weights = WeightQueue(trace, self.device)
         self.num_forwards = 0
-        self.loss: Tensor | None = None
+        self.results: dict[int, Mapping[str, Tensor]] = {}
 
-    def run(self) -> Tensor | None:
+    def run(self) -> list[Mapping[str, Tensor]] | None:
         handlers = {
             Kind.F: self.forward,
             Kind.B: self.backward,
@@ -105,7 +107,7 @@ class _Step:
             raise RuntimeError(
                 f"the {self.plan.schedule} plan left {left} and {len(self.weights)} weight gradients behind"
             )
-        return self.loss
+        return [result for _, result in sorted(self.results.items())] or None
 
     def forward(self, action: Action) -> None:
         stage, unit = self.stages[action.stage], action.unit
@@ -124,9 +126,8 @@ class _Step:
         self.weights.launched()
         self.num_forwards += 1
         if action.stage == stage.num_stages - 1:
-            # Sums in float32 at least: under bf16-true a bfloat16 sum would lose the small chunks.
-            loss = output.detach().to(torch.promote_types(output.dtype, torch.float32))
-            self.loss = loss if self.loss is None else self.loss + loss
+            if unit.chunk == len(microbatch.chunks) - 1:
+                self.results[unit.microbatch] = self.states[key].result()
         else:
             self.messages.give(Action(Kind.SEND_F, action.stage, unit), output.detach())
         if self.plan.trains:
@@ -139,10 +140,11 @@ class _Step:
         stage, unit = self.stages[action.stage], action.unit
         key = (action.stage, unit.microbatch)
         hidden, output = self.in_flight.pop((action.stage, unit))
-        gradient = None
-        if action.stage < stage.num_stages - 1:
-            gradient = self.taken(Action(Kind.RECV_B, action.stage, unit))
         state, deferred = self.states[key], DeferredGradients()
+        if action.stage < stage.num_stages - 1:
+            gradient: Tensor | None = self.taken(Action(Kind.RECV_B, action.stage, unit))
+        else:
+            gradient = state.seed(unit.chunk)
         with measured(self.trace, action), self.deferring(action.stage, deferred):
             carried, carried_gradients = state.carried(unit.chunk)
             roots = [(output, gradient), *zip(carried, carried_gradients, strict=True)]

@@ -156,13 +156,13 @@ class Pipeline:
         if trace is not None:
             trace.plan, trace.spans = plan, spans
         with self._own_random_stream():
-            loss = self.executor.run(plan, microbatches, trace)
+            results = self.executor.run(plan, microbatches, trace)
         if training:
             # The copies then take identical optimizer steps and stay one weight.
             if self.tied:
                 sum_where_any(self.tied, self.groups.ends)
             sum_where_any(self.outside, self.groups.pipeline)
-        return self._share(loss)
+        return self._share(None if results is None else torch.stack([each["loss"] for each in results]).sum())
 
     def _check_same_plan(self, plan: Plan, spans: Sequence[Span], batch: tuple[int, int, bool]) -> None:
         """Compare the plans for a new shape of batch: a planner that saw another machine on some rank may differ.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,17 @@ class MicrobatchState(Protocol):
 
         Keys and values need no entry here: their gradients travel inside the KV buffer. Recurrent states do. Called
         right before the backward of `chunk`; the tensors are extra roots of that one autograd call.
+        """
+        ...
+
+    def seed(self, chunk: int) -> Tensor | None:
+        """On the last stage, the gradient that the backward of what `chunk` returned starts from; None for 1."""
+        ...
+
+    def result(self) -> Mapping[str, Tensor]:
+        """On the last stage, what the microbatch gives, without autograd: its "loss", 0-d, and whatever else is asked.
+
+        Called once, right after the forward of the last chunk.
         """
         ...
 
@@ -58,7 +69,7 @@ class Stage(Protocol):
             state: what `open` made for the chunk's microbatch.
 
         Returns:
-            The hidden states for the next stage, [rows, tokens, hidden size]; on the last stage the chunk's loss, a
-            scalar: the sum of its tokens' losses divided by `chunk.loss_denominator`.
+            The hidden states for the next stage, [rows, tokens, hidden size]; on the last stage what the chunk's
+            backward starts from, usually its loss: the sum of its tokens' losses divided by `chunk.loss_denominator`.
         """
         ...

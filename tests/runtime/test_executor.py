@@ -40,6 +40,11 @@ def batch():
     return {"input_ids": ids, "labels": labels}
 
 
+def total(results):
+    """The batch's loss where the last stage is; None elsewhere."""
+    return None if results is None else sum(result["loss"] for result in results)
+
+
 def run(stages, schedule, num_microbatches, num_chunks, *, num_ranks=None, plan=None, traces=None, transport=None):
     """All ranks as threads; returns the loss of the last stage. One stage on a rank, or dealt in turn."""
     num_ranks = len(stages) if num_ranks is None else num_ranks
@@ -55,7 +60,7 @@ def run(stages, schedule, num_microbatches, num_chunks, *, num_ranks=None, plan=
         end = InProcessTransport(mailbox, index, 20.0)
         executor = Executor(own, end if transport is None else transport(end, index), index, device)
         try:
-            losses[index] = executor.run(plan, microbatches, None if traces is None else traces[index])
+            losses[index] = total(executor.run(plan, microbatches, None if traces is None else traces[index]))
         except Exception as error:
             errors.append(error)
 
@@ -383,7 +388,7 @@ def between_processes(rank):
         for stage in stages.values():
             stage.zero_grad()
         plan = make_plan("interleaved_seq1f1b_zb", 2, num_microbatches, 3, virtual_stages=3)
-        losses.append(executor.run(plan, cut_batch(batch(), num_microbatches, even(LENGTH, 3))))
+        losses.append(total(executor.run(plan, cut_batch(batch(), num_microbatches, even(LENGTH, 3)))))
     return losses, {(index, name): p.grad for index, stage in stages.items() for name, p in stage.named_parameters()}
 
 

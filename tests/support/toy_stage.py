@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
 from lightning_seq1f1b.runtime.linear_layers import linear_layers
+from lightning_seq1f1b.runtime.summed_loss import SummedLoss
 
 HIDDEN, VOCAB = 8, 11
 
@@ -30,11 +29,12 @@ class ToyLayer(nn.Module):
         return hidden + F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)[:, 0]
 
 
-@dataclass
-class ToyState:
+class ToyState(SummedLoss):
     """The KV buffers of a microbatch's layers."""
 
-    buffers: list[KVBuffer]
+    def __init__(self, buffers: list[KVBuffer]) -> None:
+        super().__init__()
+        self.buffers = buffers
 
     def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
         return [], []
@@ -66,7 +66,9 @@ class ToyStage(nn.Module):
         if self.head is None:
             return hidden
         loss = F.cross_entropy(self.head(hidden).flatten(0, 1), chunk.labels.flatten(), reduction="sum")
-        return loss / chunk.loss_denominator
+        loss = loss / chunk.loss_denominator
+        state.add_loss(loss)
+        return loss
 
 
 def toy_stages(num_stages: int, layers_per_stage: int = 1, dtype: torch.dtype = torch.float64) -> list[ToyStage]:
