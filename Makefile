@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 KERNELS := $(shell find csrc -type f ! -name '*.pyc')
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline sanitize docs clean
+.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline models sanitize docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
@@ -30,8 +30,14 @@ bench-attention: $(VENV)/.installed-bench
 bench-pipeline: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.pipeline
 
+bench-logits: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.sliced_logits
+
 bench-calibration: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.calibration
+
+models: $(VENV)/.installed-test
+	PYTHONPATH=tests $(BIN)/python -m support.model_table
 
 sanitize:
 	.ci/sanitize

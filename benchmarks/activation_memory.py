@@ -47,7 +47,7 @@ def first_stage_peak(cutting: Cutting, num_stages: int, rows: int, length: int) 
     """Peak activation bytes of stage 0 in one training step."""
     shape = model_shape(model().config)
     spans = cutting.spans(length, num_stages, shape)
-    plan = cutting.plan(rows, spans, num_stages, training=True)
+    plan = cutting.plan([len(spans)] * rows, num_stages, training=True)
     ids = torch.randint(0, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(0))
     microbatches = cut_batch({"input_ids": ids, "labels": ids}, cutting.num_microbatches, spans)
     per_stage = NUM_LAYERS // num_stages

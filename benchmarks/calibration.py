@@ -70,6 +70,7 @@ TRAINING = Training(
     weight_bytes=WEIGHT_BYTES,
     gradient_bytes=GRADIENT_BYTES,
     optimizer_bytes=OPTIMIZER_BYTES,
+    logits_slice=None,  # that code keeps them
 )
 MACHINE = Machine(
     flops=1.0,

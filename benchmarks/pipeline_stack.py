@@ -16,6 +16,7 @@ from lightning_seq1f1b.ops.options import Options
 from lightning_seq1f1b.runtime.batching import IGNORE_INDEX, Chunk, Microbatch
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer, appended
 from lightning_seq1f1b.runtime.linear_layers import LinearLayer, linear_layers
+from lightning_seq1f1b.runtime.objective import Objective
 from lightning_seq1f1b.runtime.summed_loss import SummedLoss
 from lightning_seq1f1b.schedule.costs import ModelShape
 
@@ -166,7 +167,7 @@ class ChunkedPart:
         """See `Stage.linears`."""
         return linear_layers(self.part)
 
-    def open(self, microbatch: Microbatch, *, training: bool) -> Buffers:
+    def open(self, microbatch: Microbatch, *, training: bool, objective: Objective | None = None) -> Buffers:
         """See `Stage.open`."""
         return Buffers([KVBuffer(microbatch.length) for _ in self.part.layers])
 

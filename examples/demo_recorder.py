@@ -49,8 +49,8 @@ class StepRecorder(L.Callback):
         trace = getattr(trainer.strategy, "last_step", None)
         if trace is not None:
             plan = trace.plan
-            step["plan"] = [plan.schedule, plan.num_stages, plan.num_microbatches, plan.num_chunks]
-            step["spans"] = [(span.start, span.stop) for span in trace.spans]
+            step["plan"] = [plan.schedule, plan.num_stages, plan.num_microbatches, plan.chunks]
+            step["spans"] = [[(span.start, span.stop) for span in row] for row in trace.spans]
             step["events"] = [(event.rank, str(event.action), event.start, event.end) for event in trace.events]
         self.steps.append(step)
 

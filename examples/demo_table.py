@@ -70,7 +70,7 @@ def predicted_bubble(run: Run, model: Path) -> float:
     layers = balanced_layers(shape, plan.num_ranks)
 
     def cost(action: Action) -> float:
-        start, stop = step["spans"][action.unit.chunk]
+        start, stop = step["spans"][action.unit.microbatch][action.unit.chunk]
         last = action.stage == plan.num_stages - 1
         forward, both = (
             layers[action.stage] * layer_flops(shape, start, stop, training=training)

@@ -12,15 +12,31 @@ from lightning_seq1f1b.registration import register_when_lightning_loads
 if TYPE_CHECKING:
     from lightning_seq1f1b.cli.causal_lm import CausalLM
     from lightning_seq1f1b.cli.documents import LongDocuments
+    from lightning_seq1f1b.cli.packing import PackingCollator
+    from lightning_seq1f1b.cli.perplexity import Perplexity
+    from lightning_seq1f1b.cli.sample_text import SampleText
+    from lightning_seq1f1b.losses import chunked_loss
     from lightning_seq1f1b.strategy.seq1f1b import Seq1F1BStrategy
 
 __version__ = "0.1.0"
-__all__ = ["CausalLM", "LongDocuments", "Seq1F1BStrategy"]
+__all__ = [
+    "CausalLM",
+    "LongDocuments",
+    "PackingCollator",
+    "Perplexity",
+    "SampleText",
+    "Seq1F1BStrategy",
+    "chunked_loss",
+]
 
 _HOMES = {
     "CausalLM": "lightning_seq1f1b.cli.causal_lm",
     "LongDocuments": "lightning_seq1f1b.cli.documents",
+    "PackingCollator": "lightning_seq1f1b.cli.packing",
+    "Perplexity": "lightning_seq1f1b.cli.perplexity",
+    "SampleText": "lightning_seq1f1b.cli.sample_text",
     "Seq1F1BStrategy": "lightning_seq1f1b.strategy.seq1f1b",
+    "chunked_loss": "lightning_seq1f1b.losses",
 }
 
 

@@ -45,6 +45,8 @@ class CausalLM(L.LightningModule):
         seed: Seed of the random weights of a model trained from scratch.
         recompute: Compute what is inside a layer again in its backward (gradient checkpointing): a third more work for
             a fraction of the activation memory.
+        trust_remote_code: Run code that comes with the model's files, where its class is not one of transformers'.
+            Without it such a model is refused.
 
     Raises:
         ValueError: Both or neither of `model_name_or_path` and `config` were given, or a number is out of range.
@@ -61,6 +63,7 @@ class CausalLM(L.LightningModule):
         optimizer: OptimizerCallable | None = None,
         seed: int = 0,
         recompute: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         if (model_name_or_path is None) == (config is None):
@@ -85,6 +88,7 @@ class CausalLM(L.LightningModule):
         self.optimizer = optimizer
         self.seed = seed
         self.recompute = recompute
+        self.trust_remote_code = trust_remote_code
         self.model: Any = None
         self.val_loss, self.val_perplexity = MeanMetric(), Perplexity()
         self.test_loss, self.test_perplexity = MeanMetric(), Perplexity()
@@ -115,13 +119,14 @@ class CausalLM(L.LightningModule):
         from transformers import AutoModelForCausalLM
 
         auto_model: Any = AutoModelForCausalLM
-        dtype = torch.get_default_dtype()
+        # Said even when it is not trusted: transformers would ask at the terminal, on every rank.
+        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": self.trust_remote_code}
         if self.model_name_or_path is not None:
-            self.model = auto_model.from_pretrained(self.model_name_or_path, dtype=dtype)
+            self.model = auto_model.from_pretrained(self.model_name_or_path, **options)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                self.model = auto_model.from_config(self._read_config(), dtype=dtype)
+                self.model = auto_model.from_config(self._read_config(), **options)
         # from_pretrained leaves the model in evaluation mode, and the Trainer keeps the mode it finds.
         self.model.train()
         if self.recompute:
@@ -136,7 +141,8 @@ class CausalLM(L.LightningModule):
         if isinstance(self.config, dict):
             config = auto_config.for_model(**self.config)
         else:
-            config = auto_config.from_pretrained(self.model_name_or_path or self.config)
+            name = self.model_name_or_path or self.config
+            config = auto_config.from_pretrained(name, trust_remote_code=self.trust_remote_code)
         return cast("PretrainedConfig", config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_seq1f1b.cli.causal_lm import CONFIG_KEY
+from lightning_seq1f1b.cli.progress import Progress
+from lightning_seq1f1b.models.pretrained_files import name_shards, stored_state, write_configs, write_shards
+from lightning_seq1f1b.strategy.saving import Directory
 
 MODEL_PREFIX = "model."
 """How `CausalLM` names its model, and so how the names of the model's weights begin in a checkpoint."""
@@ -27,36 +31,56 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokenizer", help="path or name of the tokenizer to put beside it; the one of the training data by default"
     )
+    parser.add_argument("--max-shard-size", default="5GB", help="bytes of a file of weights at most (5GB by default)")
     arguments = parser.parse_args(argv)
+    progress = Progress("MiB of the weights written")
     try:
-        tokenizer = export(arguments.checkpoint, arguments.output, arguments.tokenizer)
+        tokenizer = export(
+            arguments.checkpoint,
+            arguments.output,
+            arguments.tokenizer,
+            arguments.max_shard_size,
+            lambda done, total: progress(done >> 20, total >> 20),
+        )
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{arguments.output} cannot be written: {error}")
     print(f"{arguments.output}: model and " + (f"tokenizer of {tokenizer}" if tokenizer else "no tokenizer"))
     return 0
 
 
-def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> str | None:
+def export(
+    checkpoint: Path,
+    output: Path,
+    tokenizer: str | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> str | None:
     """Write the model in a checkpoint as config, safetensors and tokenizer files.
 
-    Nothing in the file is executed: it is read with `weights_only=True`. The weights keep their dtype.
+    Nothing in the file is executed: it is read with `weights_only=True`. The weights keep their dtype, and stay in the
+    file until they are written: memory is needed for one file of weights at a time. The directory appears under its
+    name once all is in it.
 
     Args:
         checkpoint: a full checkpoint of `CausalLM`.
         output: the directory to write.
         tokenizer: path or name of the tokenizer; by default what `LongDocuments` recorded in the checkpoint.
+        max_shard_size: bytes of a file of weights at most, as a number or like "5GB".
+        progress: told how many bytes of how many have been written.
 
     Returns:
         The tokenizer that was written; None when none was given or recorded.
 
     Raises:
-        ValueError: The file is no such checkpoint, a weight is missing or unknown, the tokenizer cannot be loaded, or
-            the directory has files in it.
+        OSError: The directory cannot be written.
+        ValueError: The file is no such checkpoint, a weight is missing, unknown or of another shape, the tokenizer
+            cannot be loaded, or the directory has files in it.
     """
     from transformers import AutoTokenizer
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already: choose a new or empty directory for output")
+    place = Directory.at(output, uuid.uuid4().hex[:8])
     content = _read(checkpoint)
     model = _model(content[CONFIG_KEY], content["state_dict"], checkpoint)
     name = tokenizer or content.get("datamodule_hyper_parameters", {}).get("tokenizer")
@@ -65,8 +89,18 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> str 
             loaded = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ValueError(f"the tokenizer '{name}' cannot be loaded; give another as tokenizer: {error}") from error
-        loaded.save_pretrained(output)
-    model.save_pretrained(output)
+    place.make()
+    try:
+        if name is not None:
+            loaded.save_pretrained(place.aside)
+        stored = stored_state(model, model.state_dict())
+        size = sum(tensor.nbytes for tensor in stored.values())
+        name_shards(write_shards(stored, place.aside, max_shard_size, progress), place.aside, size)
+        write_configs(model, place.aside)
+        place.finish()
+    except BaseException:
+        place.drop()
+        raise
     return name
 
 
@@ -97,7 +131,10 @@ def _model(config: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor], ch
     with torch.device("meta"):
         model = auto_model.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
     weights = {name.removeprefix(MODEL_PREFIX): value for name, value in state_dict.items()}
-    missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint} does not fit its {config['model_type']} model: {error}") from error
     if missing or unknown:
         raise ValueError(
             f"{checkpoint} does not hold the weights of its {config['model_type']} model: missing {missing}, "

@@ -78,7 +78,8 @@ class Measuring:
         self.device = next(model.parameters()).device
         self.vocab_size, self.rows = vocab_size, rows
         layers = [range(layer, layer + 1) for layer in range(NUM_LAYERS)]
-        stages = make_stages(cut(model, range(NUM_LAYERS), layers))
+        # A profile tells the head's forward from its backward, which slices do together.
+        stages = make_stages(cut(model, range(NUM_LAYERS), layers), slices_logits=False)
         self._executor = Executor(stages, AloneTransport(), 0, self.device)
 
     def once(self, lengths: Sequence[int]) -> Times:

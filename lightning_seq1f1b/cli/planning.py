@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_seq1f1b.schedule.costs import ModelShape
 from lightning_seq1f1b.schedule.estimate import MACHINES, Machine, Training
+from lightning_seq1f1b.schedule.logits import ACCELERATOR_SLICE, CPU_SLICE
 from lightning_seq1f1b.schedule.planner import Knobs, Problem
 from lightning_seq1f1b.schedule.profile import Profile
 from lightning_seq1f1b.schedule.suggest import unknown
@@ -111,6 +112,7 @@ def problem_of(asked: Namespace, shape: ModelShape) -> Problem:
             optimizer_bytes=precision.optimizer_bytes,
             trainable_share=share,
             recompute=asked.recompute,
+            logits_slice=CPU_SLICE if machine == "cpu" else ACCELERATOR_SLICE,
         ),
         machine=_machine(machine, precision),
         profile=profile,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,46 +52,73 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def read_documents(path: Path, fields: Fields) -> Iterator[Document]:
+def refuse(error: ValueError) -> None:
+    """What to do with a bad row: end."""
+    raise error
+
+
+def read_documents(path: Path, fields: Fields, bad: Callable[[ValueError], None] = refuse) -> Iterator[Document]:
     """The documents of one file: a row each in .jsonl and .parquet files, the whole file otherwise. Empty ones too.
 
+    Args:
+        path: the file.
+        fields: names of the fields.
+        bad: is called with what is wrong about a row that cannot be read, or about the rest of a file. When it returns,
+            reading goes on behind.
+
     Raises:
-        ValueError: The file is not UTF-8 text, a line is not a JSON object, or a row lacks its fields.
+        ValueError: by `refuse`: the file is not UTF-8 text or no parquet file, a line is not a JSON object, or a row
+            lacks its fields.
         ModuleNotFoundError: A parquet file was given and pyarrow is not installed.
     """
     if path.suffix == ".jsonl":
-        for place, row in _jsonl_rows(path):
-            yield _document(row, fields, place)
+        rows = _jsonl_rows(path, bad)
     elif path.suffix == ".parquet":
-        for place, row in _parquet_rows(path, fields):
-            yield _document(row, fields, place)
+        rows = _parquet_rows(path, fields, bad)
     else:
-        yield Document(_read_text(path))
+        try:
+            yield Document(path.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            bad(_chained(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", error))
+        return
+    for place, row in rows:
+        try:
+            document = _document(row, fields, place)
+        except ValueError as error:
+            bad(error)
+        else:
+            yield document
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+def _chained(message: str, cause: Exception) -> ValueError:
+    error = ValueError(message)
+    error.__cause__ = cause
+    return error
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that end a line for it.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+def _jsonl_rows(path: Path, bad: Callable[[ValueError], None]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    # By bytes, so that one bad character spoils one line, and by no other end of line than this: JSON strings may hold
+    # U+2028 and others that end a line for str.splitlines.
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            bad(_chained(f"{place}: not UTF-8 text: {error.reason} at byte {error.start} of the line", error))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: expected a JSON object, got {type(row).__name__}")
-        yield place, row
+            bad(_chained(f"{place}: not valid JSON: {error.msg} at column {error.colno}", error))
+        else:
+            if isinstance(row, dict):
+                yield place, row
+            else:
+                bad(ValueError(f"{place}: expected a JSON object, got {type(row).__name__}"))
 
 
-def _parquet_rows(path: Path, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(
+    path: Path, fields: Fields, bad: Callable[[ValueError], None]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -98,14 +126,23 @@ def _parquet_rows(path: Path, fields: Fields) -> Iterator[tuple[str, Mapping[str
         raise ModuleNotFoundError(
             f"reading {path} needs pyarrow: pip install 'lightning-seq1f1b[parquet]'", name="pyarrow"
         ) from error
+    unreadable = (pyarrow.ArrowException, OSError)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            wanted = [name for name in (fields.text, fields.prompt, fields.answer) if name in file.schema_arrow.names]
-            rows = (row for batch in file.iter_batches(columns=wanted) for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield f"{path}: row {number}", row
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+        file = pyarrow.parquet.ParquetFile(path)
+    except unreadable as error:
+        bad(_chained(f"{path} is not a readable parquet file: {error}", error))
+        return
+    with file:
+        wanted = [name for name in (fields.text, fields.prompt, fields.answer) if name in file.schema_arrow.names]
+        first = 1
+        for group in range(file.num_row_groups):
+            try:
+                rows = file.read_row_group(group, columns=wanted).to_pylist()
+            except unreadable as error:
+                bad(_chained(f"{path}: the rows from {first} on, row group {group}, are not readable: {error}", error))
+                rows = []
+            yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=first))
+            first += file.metadata.row_group(group).num_rows
 
 
 def _document(row: Mapping[str, Any], fields: Fields, place: str) -> Document:

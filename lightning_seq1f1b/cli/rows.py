@@ -1,4 +1,4 @@
-"""Turn documents into token rows of one length, and rows into batches: labels, loss masks, padding."""
+"""Turn documents into token rows, and rows into batches: labels, loss masks, packing, padding."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ class TokenizedDocument:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A piece of a document, at most a row long.
+    """A piece of a document, at most a row long, or several packed together.
 
     Attributes:
         ids: [tokens], int32.
         labels: [tokens], int32: the id where the token is supervised, else -100.
+        packed: tokens of each document, where there are several.
     """
 
     ids: Tensor
     labels: Tensor
+    packed: tuple[int, ...] = ()
 
 
 def tokenize(
@@ -89,18 +91,31 @@ def cut(document: TokenizedDocument, length: int) -> Iterator[Row]:
     """
     labels = document.ids.clone()
     labels[: document.num_prompt] = IGNORE_INDEX
-    for start in range(0, len(document.ids) - 1, length - 1):
-        row = Row(document.ids[start : start + length], labels[start : start + length])
+    for row in pieces(Row(document.ids, labels), length):
         if bool((row.labels[1:] != IGNORE_INDEX).any()):
             yield row
 
 
-def pad_rows(rows: Iterable[Row], length: int, pad_id: int) -> dict[str, Tensor]:
+def pieces(document: Row, length: int) -> Iterator[Row]:
+    """Rows of at most `length` tokens, as in `cut`, supervised or not; none of a document of one token."""
+    for start in range(0, len(document.ids) - 1, length - 1):
+        yield Row(document.ids[start : start + length], document.labels[start : start + length])
+
+
+def joined(documents: Sequence[Row]) -> Row:
+    """One row of several documents, none of whose first tokens is supervised: nothing of its document is before it."""
+    labels = torch.cat([document.labels for document in documents])
+    lengths = tuple(len(document.ids) for document in documents)
+    labels[[sum(lengths[:index]) for index in range(len(lengths))]] = IGNORE_INDEX
+    return Row(torch.cat([document.ids for document in documents]), labels, lengths)
+
+
+def pad_rows(rows: Iterable[Row], length: int | None, pad_id: int) -> dict[str, Tensor]:
     """A batch of rows, padded at the right.
 
     Args:
         rows: the rows, each of at most `length` tokens.
-        length: tokens of every row of the batch.
+        length: tokens of every row of the batch; None for those of its longest.
         pad_id: the token to pad with. Its labels are -100 and its mask 0, so any id of the vocabulary is exact.
 
     Returns:
@@ -108,13 +123,40 @@ def pad_rows(rows: Iterable[Row], length: int, pad_id: int) -> dict[str, Tensor]
         [rows, length], int64.
     """
     rows = list(rows)
-    shape = (len(rows), length)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    ids, labels = _padded(rows, length, pad_id)
+    attention_mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        attention_mask[index, : len(row.ids)] = 1
+    return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def pad_packed_rows(rows: Iterable[Row], length: int | None, pad_id: int) -> dict[str, Tensor]:
+    """A batch of packed rows, padded at the right.
+
+    Args:
+        rows: as in `pad_rows`.
+        length: as in `pad_rows`.
+        pad_id: as in `pad_rows`.
+
+    Returns:
+        `input_ids`, `position_ids` (from 0 in every document; 0 for padding) and `labels`, each [rows, length], int64.
+        No mask, beside which transformers would not look at the positions.
+    """
+    rows = list(rows)
+    ids, labels = _padded(rows, length, pad_id)
+    positions = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        positions[index, : len(row.ids)] = torch.cat([torch.arange(tokens) for tokens in row.packed or (len(row.ids),)])
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def _padded(rows: Sequence[Row], length: int | None, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and labels."""
+    shape = (len(rows), max(len(row.ids) for row in rows) if length is None else length)
+    ids = torch.full(shape, pad_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
     for index, row in enumerate(rows):
         tokens = len(row.ids)
-        input_ids[index, :tokens] = row.ids
-        attention_mask[index, :tokens] = 1
+        ids[index, :tokens] = row.ids
         labels[index, :tokens] = row.labels
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return ids, labels

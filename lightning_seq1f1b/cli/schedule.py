@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 from jsonargparse import ArgumentError, Namespace
@@ -21,8 +21,8 @@ from lightning_seq1f1b.schedule.policies import POLICIES
 from lightning_seq1f1b.schedule.simulate import Costs, simulate
 from lightning_seq1f1b.schedule.ticks import in_ticks
 from lightning_seq1f1b.schedule.timeline import Time
-from lightning_seq1f1b.schedule.timeline_file import Recording, load
-from lightning_seq1f1b.schedule.unit_times import UnitTimes
+from lightning_seq1f1b.schedule.timeline_file import Recording, load, one_or_each
+from lightning_seq1f1b.schedule.unit_times import StepTimes
 
 _MOST_UNITS = 1_000_000
 """Checking so many takes about a minute; real plans are far smaller."""
@@ -66,6 +66,9 @@ def _result(asked: Namespace) -> Result:
     if schedule is None:
         raise ValueError(f"the timeline {asked.measured!r} does not name its schedule; set --schedule")
     sizes = {name: number if asked[name] is None else asked[name] for name, number in _sizes(measured).items()}
+    chunks = sizes["chunks"] = _chunks(sizes["chunks"])
+    if isinstance(chunks, tuple) and asked.microbatches is None:
+        sizes["microbatches"] = len(chunks)
     _check_sizes(sizes)
     if measured and measured.num_ranks != sizes["stages"]:
         raise ValueError(f"--stages must be {measured.num_ranks}, as in {asked.measured!r}, not {sizes['stages']}")
@@ -76,7 +79,8 @@ def _result(asked: Namespace) -> Result:
         )
     links = _exact(asked.links)
     if measured and all(asked[name] is None for name in (*TIMES, "chunk_weights")):
-        costs, times = None, _times_of(measured, sizes, schedule)
+        costs = None
+        times: StepTimes = _times_of(measured, sizes, schedule)
     else:
         costs = _costs(asked, sizes, needs_all=measured is not None)
         times = costs.unit_times(sizes["stages"] * sizes["virtual_stages"])
@@ -107,14 +111,27 @@ def _result(asked: Namespace) -> Result:
     )
 
 
-def _sizes(measured: Recording | None) -> dict[str, int]:
+def _chunks(asked: str | int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """The chunks of every microbatch, or of each."""
+    if not isinstance(asked, str):
+        return asked
+    try:
+        chunks = tuple(map(int, asked.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"--chunks is a whole number, or with commas one for each microbatch, such as 8,3,1, not {asked!r}"
+        ) from error
+    return chunks if "," in asked else chunks[0]
+
+
+def _sizes(measured: Recording | None) -> dict[str, Any]:
     """What the sizes are where they are not given."""
     if measured is None:
         return {name: default for name, (_, default, _) in SIZES.items()}
     return {
         "stages": measured.num_ranks,
         "microbatches": measured.num_microbatches,
-        "chunks": measured.num_chunks,
+        "chunks": one_or_each(measured.chunks),
         "virtual_stages": measured.virtual_stages,
     }
 
@@ -126,11 +143,13 @@ def _check_times(asked: Namespace) -> None:
             raise ValueError(f"{option(name)} is a time and must be finite and not negative; it is {time:g}")
 
 
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, number in sizes.items():
+def _check_sizes(sizes: dict[str, Any]) -> None:
+    chunks, others = sizes["chunks"], {name: number for name, number in sizes.items() if name != "chunks"}
+    listed = (chunks,) * others["microbatches"] if isinstance(chunks, int) else chunks
+    for name, number in {**others, "chunks": min(listed, default=chunks)}.items():
         if number < 1:
             raise ValueError(f"{option(name)} must be at least 1, not {number}")
-    units = prod(sizes.values())
+    units = others["stages"] * others["virtual_stages"] * sum(listed)
     if units > _MOST_UNITS:
         raise ValueError(
             f"stages x virtual stages x microbatches x chunks is {units}; at most {_MOST_UNITS} are drawn or checked"
@@ -143,7 +162,7 @@ def _knob_of(measured: Recording) -> int | None:
     return None if policy is None or policy.memory_knob is None else measured.memory_knob
 
 
-def _times_of(measured: Recording, sizes: dict[str, int], schedule: str) -> UnitTimes:
+def _times_of(measured: Recording, sizes: dict[str, Any], schedule: str) -> StepTimes:
     num_stages = sizes["stages"] * sizes["virtual_stages"]
     splits = schedule in POLICIES and POLICIES[schedule].splits_backward
     try:
@@ -153,14 +172,15 @@ def _times_of(measured: Recording, sizes: dict[str, int], schedule: str) -> Unit
         raise ValueError(f"{error}; set {', '.join(map(option, TIMES))}{unit}") from error
 
 
-def _costs(asked: Namespace, sizes: dict[str, int], *, needs_all: bool) -> Costs:
+def _costs(asked: Namespace, sizes: dict[str, Any], *, needs_all: bool) -> Costs:
+    most = sizes["chunks"] if isinstance(sizes["chunks"], int) else max(sizes["chunks"])
     missing = [option(name) for name in TIMES if asked[name] is None]
     if needs_all and missing:
         raise ValueError(f"set {', '.join(missing)} too, or none of the times, so that the measured ones are taken")
     return Costs(
         **{name: _exact(1.0 if asked[name] is None else asked[name]) for name in TIMES},
-        num_chunks=sizes["chunks"],
-        chunk_weights=_weights(asked.chunk_weights, sizes["chunks"]),
+        num_chunks=most,
+        chunk_weights=_weights(asked.chunk_weights, most),
         virtual_stages=sizes["virtual_stages"],
     )
 

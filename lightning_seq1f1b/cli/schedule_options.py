@@ -34,7 +34,12 @@ _TYPES = {"int": "whole number", "float": "finite number"}
 SIZES = {
     "stages": ("P", 4, "stages the model is cut into, one on each rank; with --virtual-stages, ranks"),
     "microbatches": ("M", 4, "microbatches of a step"),
-    "chunks": ("K", 4, "chunks that each microbatch is cut into; 1 for schedules of whole sequences"),
+    "chunks": (
+        "K",
+        4,
+        "chunks that each microbatch is cut into, or with commas a number for each, such as 8,3,1; 1 for schedules of "
+        "whole sequences",
+    ),
     "virtual_stages": ("V", 1, "stages on each rank, placed in a loop, for the interleaved schedules"),
 }
 """Letter, default, and what it counts."""
@@ -97,7 +102,7 @@ def _add_plan(options: ArgumentParser) -> None:
     options.add_argument("--schedule", type=str, metavar="NAME", help=explanation)
     for name, (letter, default, what_counts) in SIZES.items():
         explanation = f"{what_counts} (default: {default})"
-        options.add_argument(option(name), type=int, metavar=letter, help=explanation)
+        options.add_argument(option(name), type=str if name == "chunks" else int, metavar=letter, help=explanation)
     options.add_argument(
         "--memory-knob",
         type=int,
@@ -115,7 +120,10 @@ def _add_plan(options: ArgumentParser) -> None:
 
 def _add_times(options: ArgumentParser) -> None:
     for name, (letter, what_runs) in TIMES.items():
-        explanation = f"time of {what_runs} of one whole microbatch on one rank's layers, in any unit (default: 1)"
+        explanation = (
+            f"time of {what_runs} of one whole microbatch on one rank's layers, in any unit (default: 1); of the one "
+            "that has most chunks, where they differ"
+        )
         options.add_argument(option(name), type=float, metavar=letter, help=explanation)
     options.add_argument(
         "--chunk-weights",

@@ -13,7 +13,7 @@ from lightning_seq1f1b.schedule.draw import draw_together, legend
 from lightning_seq1f1b.schedule.plan import Plan
 from lightning_seq1f1b.schedule.simulate import Simulation
 from lightning_seq1f1b.schedule.timeline import Event, Time, bubble, makespan
-from lightning_seq1f1b.schedule.timeline_file import Recording, rows
+from lightning_seq1f1b.schedule.timeline_file import Recording, one_or_each, rows
 
 _WIDTH_OF_A_PIPE = 160
 _MOST_RANKS_LISTED = 16
@@ -91,8 +91,7 @@ class Result:
 
 
 def _described(recording: Recording) -> tuple[object, ...]:
-    sizes = (recording.num_ranks, recording.num_stages, recording.num_microbatches, recording.num_chunks)
-    return recording.schedule, *sizes
+    return recording.schedule, recording.num_ranks, recording.num_stages, recording.chunks
 
 
 def _order(recording: Recording) -> dict[int, list[Action]]:
@@ -112,7 +111,7 @@ def numbers(result: Result) -> dict[str, Any]:
         "schedule": plan.schedule,
         "stages": plan.num_ranks,
         "microbatches": plan.num_microbatches,
-        "chunks": plan.num_chunks,
+        "chunks": one_or_each(plan.chunks),
         "virtual_stages": plan.virtual_stages,
         "memory_knob": result.memory_knob,
         "activation_cap": plan.activation_cap,
@@ -177,7 +176,9 @@ def verified(result: Result) -> str:
 
 def title(plan: Plan) -> str:
     """The plan in a line."""
-    parts = [_count(plan.num_microbatches, "microbatch", "microbatches"), _count(plan.num_chunks, "chunk", "chunks")]
+    chunks = one_or_each(plan.chunks)
+    cut = _count(chunks, "chunk", "chunks") if isinstance(chunks, int) else f"{', '.join(map(str, chunks))} chunks"
+    parts = [_count(plan.num_microbatches, "microbatch", "microbatches"), cut]
     if plan.virtual_stages == 1:
         placed = _count(plan.num_ranks, "stage", "stages")
     else:

@@ -21,7 +21,7 @@ from lightning_seq1f1b.schedule.actions import Kind
 from lightning_seq1f1b.schedule.draw import microbatch_letters
 from lightning_seq1f1b.schedule.memory_curve import UnitSizes, memory_over_time
 from lightning_seq1f1b.schedule.timeline import Event, bubble, makespan
-from lightning_seq1f1b.schedule.timeline_file import Recording
+from lightning_seq1f1b.schedule.timeline_file import Recording, one_or_each
 
 COLOURS = {Kind.F: "#BFE0F5", Kind.W: "#E8951C", Kind.I: "#2F6DA8", Kind.B: "#14304F"}
 """From light to dark, to stay apart in greyscale; blues and an orange, to stay apart for the colour-blind."""
@@ -98,7 +98,8 @@ def _title(name: str, recording: Recording) -> str:
     length = float(makespan(recording.events))
     share = float(bubble(recording.events)) / length if length else 0.0
     ranks, stages = recording.num_ranks, recording.virtual_stages
-    counts = f"p = {ranks}, v = {stages}, m = {recording.num_microbatches}, k = {recording.num_chunks}"
+    chunks = str(one_or_each(recording.chunks)).strip("()")
+    counts = f"p = {ranks}, v = {stages}, m = {recording.num_microbatches}, k = {chunks}"
     if recording.memory_knob is not None:
         counts += f", j = {recording.memory_knob}"
     if recording.activation_cap is not None:

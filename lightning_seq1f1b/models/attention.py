@@ -6,7 +6,9 @@ function hands the description to `ops.attention`, which needs no matrix for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +23,24 @@ from lightning_seq1f1b.runtime.kv_buffer import appended
 
 NAME = "lightning_seq1f1b"
 """Value of `attn_implementation` that selects our functions."""
+
+_first_key: ContextVar[Tensor | None] = ContextVar("first_key", default=None)
+
+
+@contextmanager
+def documents(first_key: Tensor | None) -> Iterator[None]:
+    """Inside, masks are described for rows packed with documents, in this thread.
+
+    A mask function is given nothing but what transformers knows, and that is not where documents begin.
+
+    Args:
+        first_key: see `runtime.batching.Chunk`; of the chunk that the model runs inside. None when nothing is packed.
+    """
+    token = _first_key.set(first_key)
+    try:
+        yield
+    finally:
+        _first_key.reset(token)
 
 
 def describe_mask(
@@ -51,17 +71,25 @@ def describe_mask(
 
     Returns:
         A description, or a boolean mask [rows, 1, queries, keys], true where a query sees a key.
+
+    Raises:
+        ValueError: for rows packed with documents, when the mask is no plain or windowed causal one.
     """
+    first_key = _first_key.get()
     # Queries that do not end with the keys, as in a cache of fixed size, are not what a description means.
     if not use_vmap and q_offset + q_length == kv_offset + kv_length:
         key_mask = None
         if attention_mask is not None:
             key_mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().contiguous()
+        if first_key is not None:
+            first_key = (first_key - kv_offset).clamp(min=0)
         if mask_function is causal_mask_function:
-            return Visibility(key_mask=key_mask)
+            return Visibility(None, first_key, key_mask)
         window = _window(mask_function)
         if window is not None:
-            return Visibility(window, key_mask=key_mask)
+            return Visibility(window, first_key, key_mask)
+    if first_key is not None:
+        raise ValueError("rows packed with documents need masks that are causal, with or without a window")
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_seq1f1b.models.packing import ANY_PACKED, BORDERS, PackedRows
 from lightning_seq1f1b.runtime.batching import IGNORE_INDEX
 
 ACCEPTED = ("input_ids", "labels", "attention_mask", "position_ids", "num_items_in_batch")
@@ -17,12 +18,20 @@ ACCEPTED = ("input_ids", "labels", "attention_mask", "position_ids", "num_items_
 _WITHOUT_EFFECT = ("use_cache", "return_dict")
 
 
-def checked_batch(arguments: Mapping[str, Any], max_length: int | None) -> dict[str, Tensor]:
+def checked_batch(
+    arguments: Mapping[str, Any],
+    max_length: int | None,
+    *,
+    labels_needed: bool = True,
+    packed: PackedRows = ANY_PACKED,
+) -> dict[str, Tensor]:
     """The batch among a call's arguments.
 
     Args:
         arguments: all arguments of the call, by name.
         max_length: tokens that the model has positions for, None without a limit.
+        labels_needed: whether a batch without labels is an error.
+        packed: which rows packed with several documents the model can compute.
 
     Returns:
         Those of `ACCEPTED` that were given, as tensors; tokens and labels in int64.
@@ -32,34 +41,31 @@ def checked_batch(arguments: Mapping[str, Any], max_length: int | None) -> dict[
             chunks cannot compute.
     """
     for name, value in arguments.items():
-        if name not in ACCEPTED and name not in _WITHOUT_EFFECT and value is not None and value is not False:
+        if name not in (*ACCEPTED, *BORDERS, *_WITHOUT_EFFECT) and value is not None and value is not False:
             raise ValueError(f"a model cut into pipeline stages does not take {name!r}; it takes {', '.join(ACCEPTED)}")
     batch = {name: torch.as_tensor(arguments[name]) for name in ACCEPTED if arguments.get(name) is not None}
-    _check_tokens(batch, max_length)
-    _check_labels(batch)
+    _check_tokens(batch)
+    if labels_needed or "labels" in batch:
+        _check_labels(batch)
     _check_mask(batch)
     _check_positions(batch)
+    _check_length(batch, max_length)
+    packed.check(batch, {name: arguments[name] for name in BORDERS if arguments.get(name) is not None})
     if "num_items_in_batch" in batch:
         if batch["num_items_in_batch"].numel() != 1:
             shape = list(batch["num_items_in_batch"].shape)
             raise ValueError(f"num_items_in_batch is one number, not a tensor of shape {shape}")
         batch["num_items_in_batch"] = batch["num_items_in_batch"].reshape(())
-    return {**batch, "input_ids": batch["input_ids"].long(), "labels": batch["labels"].long()}
+    return {**batch, **{name: batch[name].long() for name in ("input_ids", "labels") if name in batch}}
 
 
-def _check_tokens(batch: Mapping[str, Tensor], max_length: int | None) -> None:
+def _check_tokens(batch: Mapping[str, Tensor]) -> None:
     input_ids = batch.get("input_ids")
     if input_ids is None:
         raise ValueError("a batch without input_ids; the first stage embeds tokens itself")
     if input_ids.ndim != 2 or input_ids.is_floating_point() or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids are whole numbers in the shape [rows, length], not {input_ids.dtype} {list(input_ids.shape)}"
-        )
-    length = input_ids.shape[1]
-    if max_length is not None and length > max_length:
-        raise ValueError(
-            f"rows of {length} tokens, but the model has positions for {max_length} "
-            "(config.max_position_embeddings); cut the rows shorter"
         )
 
 
@@ -68,7 +74,8 @@ def _check_labels(batch: Mapping[str, Tensor]) -> None:
     if labels is None:
         raise ValueError(
             "a batch without labels: a model cut into pipeline stages returns only its loss, in evaluation too. Add "
-            f"labels of the shape of input_ids, {IGNORE_INDEX} where a token is not to be learned"
+            f"labels of the shape of input_ids, {IGNORE_INDEX} where a token is not to be learned; for logits in "
+            "evaluation, pass Seq1F1BStrategy(evaluation_logits=True)"
         )
     if labels.is_floating_point():
         raise ValueError(f"labels are whole numbers, not {labels.dtype}")
@@ -88,6 +95,8 @@ def _check_mask(batch: Mapping[str, Tensor]) -> None:
             f"attention_mask has the shape {list(mask.shape)}, input_ids {list(batch['input_ids'].shape)}; a mask of "
             "padding, 1 for every real token, must have the same"
         )
+    if "labels" not in batch:
+        return
     supervised = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
     sees_nothing = mask.bool().cumsum(dim=1) == 0
     if bool((supervised & sees_nothing).any()):
@@ -107,8 +116,15 @@ def _check_positions(batch: Mapping[str, Tensor]) -> None:
             f"position_ids have the shape {list(positions.shape)}, input_ids [{rows}, {length}]; they must have the "
             "same, or one row for all"
         )
-    if "attention_mask" not in batch and bool((positions.diff(dim=1) != 1).any()):
+
+
+def _check_length(batch: Mapping[str, Tensor], max_length: int | None) -> None:
+    """Of the longest document, where positions restart."""
+    if max_length is None:
+        return
+    length = int(batch["position_ids"].max()) + 1 if "position_ids" in batch else batch["input_ids"].shape[1]
+    if length > max_length:
         raise ValueError(
-            "position_ids that do not count up by one mark rows packed with several documents, which attention would "
-            "have to keep apart; that is not supported in chunks. Give each document a row of its own"
+            f"rows of {length} tokens, but the model has positions for {max_length} "
+            "(config.max_position_embeddings); cut the rows shorter"
         )

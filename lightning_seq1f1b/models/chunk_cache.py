@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class ChunkedState(SummedLoss):
         last_position: 0-d, the largest position in the microbatch's rows; None where nothing depends on it.
     """
 
+    own_loss = True
+    """Whether the model's own loss is part of what the microbatch gives."""
+
     def __init__(self, kinds: Sequence[Any], length: int, last_position: Tensor | None = None) -> None:
         super().__init__()
         self.kinds = kinds
@@ -38,14 +41,17 @@ class ChunkedState(SummedLoss):
         self.last_position = last_position
         self._buffers: dict[tuple[str, int], KVBuffer] = {}
         self._carries: dict[tuple[str, int, int], Carry] = {}
+        self.further_roots: Callable[[int], Iterable[tuple[Tensor, Tensor]]] = lambda chunk: ()
+        """Gives, for a chunk, more tensors that its backward starts from, with their gradients."""
 
     def chunk(self, index: int, span: Span) -> ChunkCache:
         """The cache that a model is given for one chunk. Asking again gives an equal one."""
         return ChunkCache(self, index, span)
 
     def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Recurrent states that `chunk` handed on, with the gradients that came back."""
+        """Recurrent states that `chunk` handed on, with the gradients that came back, and `further_roots`."""
         taken = [pair for carry in self._carries.values() if (pair := carry.take(chunk)) is not None]
+        taken += self.further_roots(chunk)
         return [value for value, _ in taken], [gradient for _, gradient in taken]
 
     def close(self) -> None:
@@ -57,7 +63,8 @@ class ChunkedState(SummedLoss):
 
     def buffer(self, what: str, layer: int) -> KVBuffer:
         """The sequence buffer of a layer: its keys and values, or the keys of its indexer."""
-        return self._buffers.setdefault((what, layer), KVBuffer(self.length))
+        window = self.window(layer) if what == "attention" else None
+        return self._buffers.setdefault((what, layer), KVBuffer(self.length, window))
 
     def carry(self, what: str, layer: int, index: int) -> Carry:
         """The recurrent value of a layer: its convolution's last inputs, or its state."""

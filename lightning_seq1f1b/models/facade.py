@@ -7,11 +7,16 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_seq1f1b.models.batch_checks import checked_batch
 from lightning_seq1f1b.models.output import PipelineOutput
+from lightning_seq1f1b.models.own_loss import check_loss_function
+from lightning_seq1f1b.models.packing import ANY_PACKED, PackedRows
 from lightning_seq1f1b.models.stubs import Stub
+from lightning_seq1f1b.runtime.objective import EvaluationLogits, Objective
+from lightning_seq1f1b.runtime.step_result import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,17 +24,29 @@ if TYPE_CHECKING:
 _ORIGINAL = "_forward_behind_the_facade"
 
 
-def install(model: PreTrainedModel, run: Callable[[dict[str, Tensor]], Tensor]) -> None:
-    """Make `model(...)` check its arguments, call `run` and return an output with the loss it gives.
+OBJECTIVE = "chunked_objective"
+"""Argument by which `chunked_loss` hands an objective to a cut model, through whatever wraps it."""
+
+Run = Callable[[dict[str, Tensor], Objective | None], StepResult]
+"""Runs a batch through all stages; see `install`."""
+
+
+def install(
+    model: PreTrainedModel, run: Run, *, evaluation_logits: bool = False, packed: PackedRows = ANY_PACKED
+) -> None:
+    """Make `model(...)` check its arguments, call `run` and return an output with what it gives.
 
     Args:
         model: the model that user code calls, or that a peft model around it calls.
-        run: given the batch (`input_ids`, `labels` and what else of `batch_checks.ACCEPTED` there is, by name), runs it
-            through all stages and returns its loss, a scalar.
+        run: given the batch (`input_ids`, `labels` and what else of `batch_checks.ACCEPTED` there is, by name) and what
+            is asked of it, runs it through all stages.
+        evaluation_logits: whether evaluation gives logits, which need no labels.
+        packed: which rows packed with several documents the model can compute.
     """
     original = original_forward(model)
     signature = inspect.signature(original)
     max_length = learned_positions(model)
+    checked: Any = model.loss_function
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> PipelineOutput:
@@ -37,10 +54,24 @@ def install(model: PreTrainedModel, run: Callable[[dict[str, Tensor]], Tensor]) 
         for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
             further = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             arguments.update(value if further else {name: value})
-        return PipelineOutput(run(checked_batch(arguments, max_length)))
+        objective = arguments.pop(OBJECTIVE, None)
+        nonlocal checked
+        if objective is None and model.loss_function is not checked:
+            check_loss_function(model)
+            checked = model.loss_function
+        if objective is None and evaluation_logits and not torch.is_grad_enabled():
+            objective = EvaluationLogits()
+        labels_needed = not isinstance(objective, EvaluationLogits)
+        result = run(checked_batch(arguments, max_length, labels_needed=labels_needed, packed=packed), objective)
+        return PipelineOutput(result.loss, result.logits, result.metrics)
 
     setattr(forward, _ORIGINAL, original)
     model.forward = forward
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether calling a module runs a model behind a facade, which may be inside it."""
+    return any(hasattr(getattr(part, "forward", None), _ORIGINAL) for part in module.modules())
 
 
 def original_forward(model: PreTrainedModel) -> Callable[..., Any]:

@@ -9,35 +9,50 @@ from torch import Tensor
 
 
 class PipelineOutput(Mapping[str, Tensor]):
-    """The loss of a batch, by attribute, by key or as first element, like an output of transformers.
+    """The loss of a batch, by attribute, by key or by place, like an output of transformers; the same on every stage.
 
     Args:
-        loss: scalar; the same on every stage.
+        loss: scalar; None when the batch has no labels, which only evaluation with logits allows.
+        logits: [rows, length, vocabulary]; None where they were not asked for.
+        metrics: what `chunked_loss` asked for beside the loss, 0-d.
     """
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+    def __init__(
+        self, loss: Tensor | None, logits: Tensor | None = None, metrics: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.metrics = dict(metrics or {})
+        self._entries = {name: value for name, value in (("loss", loss), ("logits", logits)) if value is not None}
 
     def __getitem__(self, key: str | int) -> Tensor:
-        if key in ("loss", 0):
-            return self.loss
-        raise KeyError(_only_loss(key))
+        entries = list(self._entries.values()) if isinstance(key, int) else self._entries
+        try:
+            return entries[key]  # type: ignore[index]
+        except (KeyError, IndexError):
+            raise KeyError(self._missing(key)) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("loss",))
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return 1
+        return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(loss={self.loss!r})"
+        entries = ", ".join(f"{name}={value!r}" for name, value in self._entries.items())
+        return f"{type(self).__name__}({entries})"
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_only_loss(name))
+        entries = vars(self).get("_entries", {})
+        if name in entries:
+            return entries[name]
+        if name == "loss" and "logits" in entries:
+            return None
+        raise AttributeError(self._missing(name))
 
-
-def _only_loss(name: str | int) -> str:
-    return (
-        f"the output of a model cut into pipeline stages has no {name!r}, only 'loss': logits and hidden states exist "
-        "on one stage only, one chunk at a time"
-    )
+    def _missing(self, name: str | int) -> str:
+        entries = vars(self).get("_entries", {})
+        return (
+            f"the output of a model cut into pipeline stages has no {name!r}, only {' and '.join(map(repr, entries))}: "
+            "logits and hidden states exist on one stage only, one chunk at a time. In evaluation, "
+            "Seq1F1BStrategy(evaluation_logits=True) gathers the logits; for a loss of your own on them in training "
+            "there is lightning_seq1f1b.chunked_loss"
+        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_seq1f1b.models.own_loss import check_loss_function
 from lightning_seq1f1b.models.requirements import check_causal_lm
 from lightning_seq1f1b.models.trunk import find_trunk
 from lightning_seq1f1b.models.without_memory import meta_copy
@@ -14,7 +15,7 @@ from lightning_seq1f1b.models.without_memory import meta_copy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lightning_seq1f1b.models.trial_run import TrialRecord
+    from lightning_seq1f1b.models.trial_run import LayerRecord, TrialRecord
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Probe:
         attention: the attention implementation to run with: ours, or the model's own choice where its layers compute
             attention themselves and need filled masks.
         uncuttable: why the model cannot be cut between its layers; None when it can.
+        unpackable: why it cannot keep documents apart that are packed into one row; None when it can.
     """
 
     before: frozenset[str]
     layer_outputs: int | None
     attention: str
     uncuttable: str | None
+    unpackable: str | None
 
 
 def probe(model: PreTrainedModel) -> Probe:
@@ -46,19 +49,28 @@ def probe(model: PreTrainedModel) -> Probe:
     check_causal_lm(model)
     chosen = attention.NAME
     record = trial_run.trial_run(find_trunk(meta_copy(model)), trial_run.NAME)
-    if record.error is not None or any(seen.wrote_keys and seen.attention is None for seen in record.layers.values()):
-        # Its layers attend on their own, and may need the masks that transformers fills for them.
-        chosen = model.config._attn_implementation
-        record = trial_run.trial_run(find_trunk(meta_copy(model)), chosen)
+    if record.error is not None or any(_unusual(layer) for layer in record.layers.values()):
+        # Its layers attend on their own, or look into masks, and may need those that transformers fills for them.
+        own = trial_run.trial_run(find_trunk(meta_copy(model)), model.config._attn_implementation)
+        if own.error is None or record.error is not None:
+            chosen, record = model.config._attn_implementation, own
     _check_run(model, record)
     _check_cache(model, record)
+    _check_state(model, record)
     _check_loss(model, record)
     return Probe(
         before=frozenset(record.before),
         layer_outputs=_layer_outputs(model, record),
         attention=chosen,
         uncuttable=_uncuttable(record),
+        unpackable=_unpackable(model, record),
     )
+
+
+def _unusual(layer: LayerRecord) -> bool:
+    """Whether a layer did not run to its end, attended past the attention interface, or told it what ours ignores."""
+    attention = layer.attention
+    return layer.error is not None or (layer.wrote_keys if attention is None else bool(attention.unknown))
 
 
 def _check_run(model: PreTrainedModel, record: TrialRecord) -> None:
@@ -107,6 +119,29 @@ def _check_cache(model: PreTrainedModel, record: TrialRecord) -> None:
         )
 
 
+def _check_state(model: PreTrainedModel, record: TrialRecord) -> None:
+    name, layers = type(model).__name__, sorted(record.layers.items())
+    if record.leaks:
+        raise ValueError(
+            f"{name} keeps what a chunk leaves for the next one in objects of its own, past the methods of the cache; "
+            "its gradient could not be carried. Recurrent states must go through cache.update_recurrent_state"
+        )
+    scanning = [(index, layer) for index, layer in layers if layer.error is None and layer.wrote_recurrence]
+    forgetful = [index for index, layer in scanning if not layer.goes_on]
+    if forgetful:
+        raise ValueError(
+            f"layers {_listed(forgetful)} of {name} scan a chunk from an empty state: they leave their state to the "
+            "cache, but go on from it in generation only, token by token"
+        )
+    for index, layer in layers:
+        seen = layer.attention
+        if layer.window is not None and seen is not None and seen.described and seen.window is None:
+            raise ValueError(
+                f"layer {index} of {name} attends to all tokens, but its cache keeps {layer.window} only "
+                "(config.sliding_window): what it computes depends on the use of a cache"
+            )
+
+
 def _listed(indices: list[int]) -> str:
     return ", ".join(map(str, indices))
 
@@ -118,13 +153,7 @@ def _check_loss(model: PreTrainedModel, record: TrialRecord) -> None:
             f"{type(model).__name__} computes its loss without handing shift_labels and num_items_in_batch on to "
             "self.loss_function; both are needed to sum the loss over chunks. Pass **kwargs of its forward on."
         )
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if model.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            f"{type(model).__name__} has a loss_function of its own ({model.loss_function!r}); only transformers' "
-            "ForCausalLMLoss, a sum over tokens divided by num_items_in_batch, is known to add up over chunks"
-        )
+    check_loss_function(model)
 
 
 def _layer_outputs(model: PreTrainedModel, record: TrialRecord) -> int | None:
@@ -147,9 +176,37 @@ def _length(output: Any) -> int:
 def _uncuttable(record: TrialRecord) -> str | None:
     before: Tensor | None = None
     for index, layer in sorted(record.layers.items()):
+        if layer.hidden is not None and layer.hidden.ndim != 3:
+            return (
+                f"layer {index} is given {layer.hidden.ndim} axes, {list(layer.hidden.shape)}, and only hidden states "
+                "[rows, tokens, size] are sent"
+            )
         if before is not None and layer.hidden is not before:
             return f"what layer {index} is given is not what layer {index - 1} returned"
         if any(tensor.requires_grad for tensor in layer.others):
             return f"layer {index} is given more than one tensor with a gradient"
         before = layer.output if isinstance(layer.output, Tensor) else layer.output[0]
+    return None
+
+
+def _unpackable(model: PreTrainedModel, record: TrialRecord) -> str | None:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    from lightning_seq1f1b.models.chunk_cache import layer_kinds
+
+    name, layers = type(model).__name__, sorted(record.layers.items())
+    kinds = layer_kinds(model.config)
+    recurrent = [
+        index
+        for index, layer in layers
+        if layer.wrote_state or (index < len(kinds) and isinstance(kinds[index], LinearAttentionCacheLayerMixin))
+    ]
+    if recurrent:
+        return f"layers {_listed(recurrent)} of {name} are recurrent and carry their state on into the next document"
+    own = [index for index, layer in layers if layer.attention is None]
+    if own:
+        return f"layers {_listed(own)} of {name} compute attention by themselves and cannot be told to keep them apart"
+    filled = [index for index, layer in layers if layer.attention is not None and not layer.attention.described]
+    if filled:
+        return f"layers {_listed(filled)} of {name} have masks of their own, which know nothing of documents"
     return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -13,6 +15,25 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     """The model's name for its cache: `cache`, or `past_key_values` in older releases; None if it takes none."""
     parameters = inspect.signature(type(model).forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
+_BY_TYPE = {
+    "doge": "its dynamic mask picks config.keep_window_size keys among those of the whole row, so that the result of "
+    "a token depends on how many tokens follow it",
+}
+"""Model types that are not the same in chunks, which no general sign shows, with the reason."""
+
+
+def _padded_positions(model: PreTrainedModel) -> int | None:
+    """The padding index of a table of position embeddings, as RoBERTa has; None for all other models."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module is tokens or "position" not in name:
+            continue
+        if module.padding_idx is not None and module.num_embeddings == limit:
+            return module.padding_idx
+    return None
 
 
 def check_causal_lm(model: PreTrainedModel) -> None:
@@ -45,13 +66,16 @@ def check_causal_lm(model: PreTrainedModel) -> None:
             "those of transformers"
         )
     config = model.config.get_text_config(decoder=True)
+    if config.model_type in _BY_TYPE:
+        raise ValueError(f"{name} can't be run chunk by chunk: {_BY_TYPE[config.model_type]}")
+    positions = _padded_positions(model)
+    if positions is not None:
+        raise ValueError(
+            f"{name} counts positions from the id of its padding token on, and leaves padding out (its position "
+            f"embedding has padding_idx={positions}); chunks are told positions that count from 0"
+        )
     if getattr(config, "layerdrop", 0.0):
         raise ValueError(
             f"{name} has config.layerdrop={config.layerdrop}: layers that are left out at random, anew for every "
             "chunk, would leave gaps in the cache. Set it to 0."
-        )
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"{name} has config.output_router_logits=True, which adds the routers' auxiliary loss: one product over "
-            "all layers and tokens, which cannot be summed over stages and chunks. Set it to False."
         )

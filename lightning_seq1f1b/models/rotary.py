@@ -50,6 +50,19 @@ class RowEnd:
         return output[:, :-1]
 
 
+def longest_unchanged(model: nn.Module) -> int | None:
+    """Tokens up to which no rotary embedding of the model depends on the length of the row; None for any number."""
+    limits: list[int] = []
+    for module in length_dependent(model):
+        parameters = getattr(module.config, "rope_parameters", None) or {}
+        by_kind = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+        found = [each.get("original_max_position_embeddings") for each in by_kind]
+        found.append(getattr(module, "original_max_seq_len", None))
+        # One less: at the limit itself a frequency that grew before is not taken back.
+        limits += [int(limit) - 1 for limit in found if limit is not None]
+    return min(limits, default=None)
+
+
 def length_dependent(model: nn.Module) -> Iterator[nn.Module]:
     """The rotary embeddings of a model whose frequencies depend on the length of the row."""
     for module in model.modules():

@@ -42,7 +42,9 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
     )
     layers = count_layers(config, sizes)
-    alike = len(layers) != sizes.num_layers or all(layer == sizes.layer(0) for layer in layers)
+    if layers and len(layers) != sizes.num_layers:  # some configs count attentions, of which a layer has two
+        return replace(sizes, num_layers=len(layers), layers=layers)
+    alike = all(layer == sizes.layer(0) for layer in layers)
     return sizes if alike else replace(sizes, layers=layers)
 
 

@@ -152,11 +152,14 @@ def cut(model: PreTrainedModel, stage_indices: Sequence[int], layer_ranges: Sequ
     homes = _homes(model, pieces, len(layer_ranges))
     tied = _tied(model, pieces, homes, len(layer_ranges))
     foreign = [piece for piece in pieces if not any(piece.stays_on(stage, homes) for stage in stage_indices)]
+    left = [piece for piece in pieces if piece not in foreign]
     free(
         [piece.module for piece in foreign],
-        kept=[parameter for parameter in model.parameters() if not homes[id(parameter)].isdisjoint(stage_indices)],
+        kept=[
+            *(parameter for parameter in model.parameters() if not homes[id(parameter)].isdisjoint(stage_indices)),
+            *(buffer for piece in left for buffer in piece.module.buffers()),
+        ],
     )
-    left = [piece for piece in pieces if piece not in foreign]
     hidden = {
         stage: [
             *(piece.place(learned) for piece in left if not piece.stays_on(stage, homes)),
@@ -220,6 +223,13 @@ def _homes(model: PreTrainedModel, pieces: Sequence[_Piece], num_stages: int) ->
             homes.setdefault(id(parameter), set()).add(piece.stage)
     for parameter in model.parameters():
         homes.setdefault(id(parameter), set(range(num_stages)))
+    ends = {0, num_stages - 1}
+    for piece in pieces:
+        # Adapters on a tied embedding go with it: so it has one set of names on both stages.
+        held = [homes[id(parameter)] for parameter in piece.module.parameters()]
+        if not piece.is_layer and ends in held:
+            for stages in held:
+                stages.update(ends)
     return homes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from lightning_seq1f1b.models.attention import describe_mask
+from lightning_seq1f1b.models.attention import attend, describe_mask
 from lightning_seq1f1b.models.chunk_cache import ChunkCache, ChunkedState, layer_kinds
+from lightning_seq1f1b.models.made_up_values import MadeUpValues
 from lightning_seq1f1b.models.padding_check import silence_padding_check
 from lightning_seq1f1b.models.requirements import cache_argument
 from lightning_seq1f1b.models.rotary import length_dependent
 from lightning_seq1f1b.models.trunk import Trunk
+from lightning_seq1f1b.ops.visibility import Visibility
+from lightning_seq1f1b.runtime.kv_buffer import appended
 from lightning_seq1f1b.schedule.spans import Span, spans
 
 NAME = "lightning_seq1f1b_trial"
@@ -28,10 +32,23 @@ CHUNKS = spans([3, 2])
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """What an attention function was called with: how many keys, and whether its queries may see later ones."""
+    """What an attention function was called with.
+
+    Attributes:
+        keys: how many.
+        cached: whether they are just what the cache gave.
+        sees_ahead: whether its queries may see later ones.
+        described: whether its mask was described by `describe_mask`, or is another.
+        unknown: names of further tensors, which ours takes no notice of.
+        window: tokens that a described mask lets a query look back on; None for all.
+    """
 
     keys: int
+    cached: bool
     sees_ahead: bool
+    described: bool
+    unknown: tuple[str, ...]
+    window: int | None
 
 
 @dataclass
@@ -46,6 +63,10 @@ class LayerRecord:
         wrote_keys: whether it handed keys and values to the cache.
         kv_width: elements of them for each token.
         wrote_state: whether it handed a recurrent state to the cache.
+        recurrence: the state of its recurrence that the chunk before left, if it asked for it.
+        wrote_recurrence: whether it handed the state of a recurrence to the cache.
+        goes_on: whether what it returned depends on `recurrence`.
+        window: tokens of which the cache keeps keys and values for it; None for all.
         attention: what its attention was given; None when it did not call the attention interface.
     """
 
@@ -56,6 +77,10 @@ class LayerRecord:
     wrote_keys: bool = False
     kv_width: int = 0
     wrote_state: bool = False
+    recurrence: Tensor | None = None
+    wrote_recurrence: bool = False
+    goes_on: bool = False
+    window: int | None = None
     attention: AttentionRecord | None = None
 
 
@@ -68,6 +93,7 @@ class TrialRecord:
         calls: indices of the layers in the order they were called, in the last chunk.
         layers: what each of them did, by its index.
         loss_arguments: keyword arguments of the loss function; None when the run did not get there.
+        leaks: whether a chunk reaches the one before past the cache.
         error: what ended the run early.
     """
 
@@ -76,6 +102,7 @@ class TrialRecord:
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     loss_arguments: dict[str, Any] | None = None
     error: Exception | None = None
+    leaks: bool = False
 
 
 def trial_run(trunk: Trunk, attention: str, chunks: Sequence[Span] = CHUNKS) -> TrialRecord:
@@ -98,11 +125,11 @@ def trial_run(trunk: Trunk, attention: str, chunks: Sequence[Span] = CHUNKS) -> 
     caches: list[_TrialCache] = []
     for index, layer in enumerate(trunk.layers):
         layer.forward = _watch(record, index, layer, caches)
-    loss_function = model.loss_function
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
+        # Not the model's: one that looks at values would fail here; `own_loss` tries it on real ones.
         record.loss_arguments = kwargs
-        return loss_function(*args, **kwargs)
+        return torch.zeros((), device="meta")
 
     model.loss_function = loss
     silence_padding_check(model)
@@ -111,11 +138,15 @@ def trial_run(trunk: Trunk, attention: str, chunks: Sequence[Span] = CHUNKS) -> 
     state = ChunkedState(layer_kinds(model.config), chunks[-1].stop)
     try:
         for index, span in enumerate(chunks):
+            earlier = [layer.hidden for layer in record.layers.values() if layer.hidden is not None]
             record.calls.clear()
             caches[:] = [_TrialCache(state, index, span)]
-            type(model).forward(model, **_arguments(model, span, caches[0]))
+            with MadeUpValues(), torch.enable_grad():
+                type(model).forward(model, **_arguments(model, span, caches[0]))
     except Exception as error:
         record.error = error
+    else:
+        record.leaks = _reaches([layer.output for layer in record.layers.values()], earlier)
     return record
 
 
@@ -151,7 +182,8 @@ def _watch(record: TrialRecord, index: int, layer: nn.Module, caches: list[_Tria
     def watched(*args: Any, **kwargs: Any) -> Any:
         tensors = list(_tensors((args, kwargs)))
         record.calls.append(index)
-        seen = record.layers[index] = LayerRecord(hidden=tensors[0] if tensors else None, others=tensors[1:])
+        hidden = tensors[0] if tensors else None
+        seen = record.layers[index] = LayerRecord(hidden, tensors[1:], window=caches[0].window(index))
         caches[0].record = seen
         _Mark.clear(layer)
         try:
@@ -159,12 +191,29 @@ def _watch(record: TrialRecord, index: int, layer: nn.Module, caches: list[_Tria
         except Exception as error:
             seen.error = error
         seen.attention = _Mark.find(layer)
+        seen.goes_on = seen.recurrence is not None and _reaches(seen.output, [seen.recurrence])
         if seen.error is not None:
             outputs = annotated_outputs(layer)
             seen.output = seen.hidden if outputs is None else (seen.hidden, *[None] * (outputs - 1))
         return seen.output
 
     return watched
+
+
+def _reaches(outputs: Any, inputs: list[Tensor]) -> bool:
+    """Whether autograd leads from any of the outputs back to one of the inputs."""
+    # A view of a leaf leads to the node that adds up its gradient.
+    views = [tensor.view_as(tensor).grad_fn for tensor in inputs if tensor.requires_grad]
+    ends = {view.next_functions[0][0] for view in views if view is not None}
+    seen = set(nodes := [tensor.grad_fn for tensor in _tensors(outputs) if tensor.grad_fn is not None])
+    while nodes:
+        node = nodes.pop()
+        if node in ends:
+            return True
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        nodes += following
+    return False
 
 
 def annotated_outputs(layer: nn.Module) -> int | None:
@@ -190,7 +239,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class _TrialCache(ChunkCache):
     """The cache of a trial run: notes on the layer that is running that it was used."""
 
-    record: LayerRecord
+    def __init__(self, state: ChunkedState, index: int, span: Span) -> None:
+        super().__init__(state, index, span)
+        self.record = LayerRecord()  # of what is not in a layer
+
+    def window(self, layer_idx: int) -> int | None:
+        """Tokens of which it keeps keys and values for a layer; None for all."""
+        return self._state.window(layer_idx)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -204,8 +259,12 @@ class _TrialCache(ChunkCache):
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.record.wrote_state = True
+        self.record.wrote_state = self.record.wrote_recurrence = True
         return super().update_recurrent_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        self.record.recurrence = super().get_recurrent_state(*args, **kwargs)
+        return self.record.recurrence
 
 
 class _Mark:
@@ -219,7 +278,7 @@ class _Mark:
     @staticmethod
     def find(layer: nn.Module) -> AttentionRecord | None:
         marks = [vars(module)["trial_attention"] for module in layer.modules() if "trial_attention" in vars(module)]
-        return marks[0] if marks else None
+        return max(marks, key=lambda mark: mark.cached) if marks else None
 
 
 class _SeesAhead:
@@ -241,7 +300,21 @@ def _attend(
     sees_ahead = isinstance(attention_mask, _SeesAhead) or (
         attention_mask is None and not getattr(module, "is_causal", True)
     )
-    vars(module)["trial_attention"] = AttentionRecord(key.shape[2], sees_ahead)
+    described = isinstance(attention_mask, Visibility)
+    window = attention_mask.window if isinstance(attention_mask, Visibility) else None
+    known = inspect.signature(attend).parameters
+    vars(module)["trial_attention"] = AttentionRecord(
+        keys=key.shape[2],
+        cached=appended(key, value) is not None,
+        sees_ahead=sees_ahead,
+        described=described,
+        unknown=tuple(
+            name
+            for name, each in kwargs.items()
+            if isinstance(each, Tensor) and each.requires_grad and name not in known
+        ),
+        window=window,
+    )
     rows, heads, tokens, _ = query.shape
     output = query.sum() + key.sum() + value.sum()
     return output.expand(rows, tokens, heads, value.shape[-1]).contiguous(), None

@@ -52,19 +52,22 @@ class Trunk:
 def find_trunk(model: PreTrainedModel) -> Trunk:
     """Find the list of decoder layers.
 
-    It is a ModuleList of `num_hidden_layers` entries; among several the one that holds the model's own unsplittable
-    layer classes, then the one with most parameters.
+    It is a ModuleList of `num_hidden_layers` entries, or, where that counts something else, of the model's own
+    unsplittable layer classes; among several the one that holds such layers, then the one with most parameters.
 
     Raises:
         ValueError: the model has no such list.
     """
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     unsplittable = set(model._no_split_modules or ())
-    candidates = [
+    lists = [
         (name, owner, attribute, layers)
         for name, owner in model.named_modules()
         for attribute, layers in owner.named_children()
-        if isinstance(layers, nn.ModuleList) and len(layers) > 0 and len(layers) == count
+        if isinstance(layers, nn.ModuleList) and len(layers) > 0
+    ]
+    candidates = [each for each in lists if len(each[3]) == count] or [
+        each for each in lists if all(type(layer).__name__ in unsplittable for layer in each[3])
     ]
     if not candidates:
         raise ValueError(

@@ -85,6 +85,20 @@ def check_same_plan(identity: int, group: dist.ProcessGroup) -> None:
         )
 
 
+def lowest(number: int, group: dist.ProcessGroup) -> int:
+    """The lowest of the pipeline ranks' numbers.
+
+    Args:
+        number: this rank's.
+        group: the pipeline's control group.
+    """
+    if dist.get_world_size(group) == 1:
+        return number
+    shared = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
+    return int(shared)
+
+
 def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """Compare the loss that the user's step made of the model's, which all pipeline ranks share.
 
@@ -109,6 +123,37 @@ def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
             "a term over self.parameters() or over one module sees a different part on every stage; use the "
             "optimizer's weight_decay, or add only what all stages can compute"
         )
+
+
+def check_same_turn(inputs: Mapping[str, Tensor] | None, group: dist.ProcessGroup) -> None:
+    """Compare what the pipeline ranks are about to generate from; a cheaper `check_same_batch`, for every token.
+
+    Args:
+        inputs: what this rank will run; None if it has come to the end of its text.
+        group: the pipeline's control group.
+
+    Raises:
+        ValueError: on every rank alike, when they differ.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    shapes = [] if inputs is None else [size for tensor in inputs.values() for size in (tensor.ndim, *tensor.shape)]
+    content = 0 if inputs is None else sum(map(_checksum, inputs.values()))
+    here = torch.tensor([inputs is None, hash(tuple(shapes)), content & 0x7FFFFFFFFFFFFFFF], dtype=torch.int64)
+    turns = [torch.zeros_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(turns, here, group=group)
+    if all(torch.equal(turn, turns[0]) for turn in turns):
+        return
+    ended = [rank for rank, turn in enumerate(turns) if turn[0]]
+    if ended:
+        what = f"rank {', '.join(map(str, ended))} has come to the end of its text, others have not"
+    else:
+        what = "their tokens, attention masks or positions differ"
+    raise ValueError(
+        f"the pipeline ranks of one replica generate different texts: {what}. Call generate with the same arguments on "
+        "all of them; processors of logits and stopping criteria of your own must decide alike on all, not by a clock "
+        "or by random numbers of a rank"
+    )
 
 
 def _describe(entry: tuple[tuple[int, ...], str, int] | None) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Microbatch
 from lightning_seq1f1b.runtime.messages import Messages
+from lightning_seq1f1b.runtime.objective import Objective
 from lightning_seq1f1b.runtime.split_backward import DeferredGradients, SplitBackward
 from lightning_seq1f1b.runtime.stage import MicrobatchState, Stage
 from lightning_seq1f1b.runtime.trace import StepTrace, measured
@@ -41,7 +42,11 @@ class Executor:
         self._formats: dict[object, Formats] = {}
 
     def run(
-        self, plan: Plan, microbatches: Sequence[Microbatch], trace: StepTrace | None = None
+        self,
+        plan: Plan,
+        microbatches: Sequence[Microbatch],
+        trace: StepTrace | None = None,
+        objective: Objective | None = None,
     ) -> list[Mapping[str, Tensor]] | None:
         """Execute this rank's actions of one step.
 
@@ -51,6 +56,7 @@ class Executor:
             plan: a plan for all ranks; its numbers of microbatches and chunks are those of `microbatches`.
             microbatches: the batch, cut; equal on all ranks.
             trace: collects the times of the compute actions.
+            objective: what is asked of the microbatches; None for the model's own loss.
 
         Returns:
             On the rank of the last stage what every microbatch gives, see `MicrobatchState.result`; None elsewhere.
@@ -60,7 +66,7 @@ class Executor:
         """
         formats = self._formats.setdefault(mode(self.device), {})
         messages = Messages(plan, self.pipeline_rank, self.transport, formats, microbatches, self.device)
-        results = _Step(self, plan, messages, microbatches, trace).run()
+        results = _Step(self, plan, messages, microbatches, trace, objective).run()
         self.transport.finish()
         return results
 
@@ -75,10 +81,11 @@ class _Step:
         messages: Messages,
         microbatches: Sequence[Microbatch],
         trace: StepTrace | None,
+        objective: Objective | None,
     ) -> None:
         self.stages, self.device = executor.stages, executor.device
         self.plan, self.actions = plan, plan.actions_of(executor.pipeline_rank)
-        self.messages, self.microbatches, self.trace = messages, microbatches, trace
+        self.messages, self.microbatches, self.trace, self.objective = messages, microbatches, trace, objective
         self.states: dict[tuple[int, int], MicrobatchState] = {}
         self.in_flight: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = {}
         self.splits = {
@@ -114,26 +121,25 @@ class _Step:
         microbatch = self.microbatches[unit.microbatch]
         key = (action.stage, unit.microbatch)
         cap = self.plan.activation_cap
-        while self.weights and cap is not None and self.num_forwards - self.weights.done >= cap:
+        trained = self.plan.trains_stage(action.stage)
+        while trained and self.weights and cap is not None and self.num_forwards - self.weights.done >= cap:
             self.weights.run_oldest()
         hidden = None
         if action.stage > 0:
-            hidden = self.taken(Action(Kind.RECV_F, action.stage, unit)).requires_grad_(self.plan.trains)
+            wanted = self.plan.trains_stage(action.stage - 1)
+            hidden = self.taken(Action(Kind.RECV_F, action.stage, unit)).requires_grad_(wanted)
         if unit.chunk == 0:
-            self.states[key] = stage.open(microbatch, training=self.plan.trains)
-        with measured(self.trace, action), self.deferring(action.stage):
+            self.states[key] = stage.open(microbatch, training=self.plan.trains, objective=self.objective)
+        with torch.set_grad_enabled(trained), measured(self.trace, action), self.deferring(action.stage):
             output = stage.forward(microbatch.chunks[unit.chunk], hidden, self.states[key])
         self.weights.launched()
-        self.num_forwards += 1
-        if action.stage == stage.num_stages - 1:
-            if unit.chunk == len(microbatch.chunks) - 1:
-                self.results[unit.microbatch] = self.states[key].result()
-        else:
+        self.num_forwards += trained
+        if action.stage < stage.num_stages - 1:
             self.messages.give(Action(Kind.SEND_F, action.stage, unit), output.detach())
-        if self.plan.trains:
+        if trained:
             self.in_flight[action.stage, unit] = (hidden, output)
-        elif unit.chunk == self.plan.num_chunks - 1:
-            self.states.pop(key).close()
+        elif unit.chunk == len(microbatch.chunks) - 1:
+            self.close(action)
 
     def backward(self, action: Action) -> None:
         """B, or I, which leaves what W needs."""
@@ -141,11 +147,11 @@ class _Step:
         key = (action.stage, unit.microbatch)
         hidden, output = self.in_flight.pop((action.stage, unit))
         state, deferred = self.states[key], DeferredGradients()
-        if action.stage < stage.num_stages - 1:
-            gradient: Tensor | None = self.taken(Action(Kind.RECV_B, action.stage, unit))
-        else:
-            gradient = state.seed(unit.chunk)
+        is_last = action.stage == stage.num_stages - 1
+        received = None if is_last else self.taken(Action(Kind.RECV_B, action.stage, unit))
         with measured(self.trace, action), self.deferring(action.stage, deferred):
+            # On the last stage this may compute the loss first, which then is part of the backward.
+            gradient = state.seed(unit.chunk) if is_last else received
             carried, carried_gradients = state.carried(unit.chunk)
             roots = [(output, gradient), *zip(carried, carried_gradients, strict=True)]
             roots = [(root, grad) for root, grad in roots if root.requires_grad]
@@ -157,12 +163,19 @@ class _Step:
         if action.kind is Kind.I:
             self.weights.add(Action(Kind.W, action.stage, unit), deferred)
         self.weights.launched()
-        if hidden is not None:
+        if hidden is not None and hidden.requires_grad:
             # Without a path to its input (a stage of frozen modules) the gradient is zero.
             sent = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
             self.messages.give(Action(Kind.SEND_B, action.stage, unit), sent)
         if unit.chunk == 0:
-            self.states.pop(key).close()
+            self.close(action)
+
+    def close(self, action: Action) -> None:
+        """The microbatch has passed a stage for the last time."""
+        state = self.states.pop((action.stage, action.unit.microbatch))
+        if action.stage == self.stages[action.stage].num_stages - 1:
+            self.results[action.unit.microbatch] = state.result()
+        state.close()
 
     def weight(self, action: Action) -> None:
         self.weights.run_planned()

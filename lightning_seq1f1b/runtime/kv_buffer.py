@@ -23,16 +23,23 @@ class KVBuffer:
 
     Chunks are appended in their order, and their backwards run last chunk first; chunk 0's frees everything.
 
+    With a window, what it does not reach is dropped: without autograd only keys and values from the last chunk's
+    `lowest` on are held, and of the accumulators never more than the part that the next backward adds to or takes.
+
     Args:
         length: tokens of a whole row.
+        window: tokens that a query of the layer looks back on, its own included; None for all.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
+        self.window = window
+        self._dropping = False  # whether keys and values that no later chunk reads are let go
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._filled = 0
         self._awaited = 0  # where the next chunk to run its backward ends
+        self._lowest = 0  # where the accumulators start in that backward
         self._closed = False
         self._wanting = False  # whether its chunks want gradients
         self._adding: int | None = None  # the backward in which attention has added to the accumulators
@@ -75,6 +82,8 @@ class KVBuffer:
             )
         if not recomputed:
             self._check(tensors, stop - start)
+            if start == 0:
+                self._dropping = self.window is not None and not torch.is_grad_enabled()
         place = Place(self, start, lowest, stop)
         # torch does not annotate `apply`.
         return _Append.apply(place, not recomputed, *tensors)  # type: ignore[no-untyped-call, no-any-return]
@@ -107,7 +116,13 @@ class KVBuffer:
             earlier, this = ("do", "does not") if self._wanting else ("do not", "does")
             raise ValueError(f"all chunks want gradients or none does: earlier ones {earlier}, this one {this}")
 
-    def _write(self, slot: int, start: int, tensor: Tensor) -> None:
+    def _write(self, slot: int, start: int, lowest: int, tensor: Tensor) -> None:
+        if self._dropping:
+            before = self._values.get(slot)
+            parts = [] if before is None else [before.narrow(-2, before.shape[-2] - start + lowest, start - lowest)]
+            with torch.inference_mode(False):
+                self._values[slot] = torch.cat([*parts, tensor], dim=-2)
+            return
         if slot not in self._values:
             shape = list(tensor.shape)
             shape[-2] = self.length
@@ -117,13 +132,27 @@ class KVBuffer:
         library.append(_four(self._values[slot]), _four(unit_stride(tensor)), start)
 
     def _accumulator(self, slot: int) -> Tensor:
-        if slot not in self._gradients:
+        """Of the tokens from `_lowest` on: all of the row, or where there is a window those that the chunk reads."""
+        earlier = self._gradients.get(slot)
+        tokens = self.length if self.window is None else self._awaited - self._lowest
+        if earlier is None or earlier.shape[-2] != tokens:
             values = self._values[slot]
+            shape = [*values.shape[:-2], tokens, values.shape[-1]]
             dtype = torch.promote_types(values.dtype, torch.float32)
-            self._gradients[slot] = torch.zeros(values.shape, dtype=dtype, device=values.device)
+            self._gradients[slot] = torch.zeros(shape, dtype=dtype, device=values.device)
+            if earlier is not None:  # what later chunks have left ends where this chunk does
+                self._gradients[slot].narrow(-2, tokens - earlier.shape[-2], earlier.shape[-2]).copy_(earlier)
         return self._gradients[slot]
 
-    def _check_turn(self, start: int, stop: int) -> None:
+    def _end_turn(self, place: Place) -> None:
+        self._awaited, self._adding = place.start, None
+        if place.start == 0:
+            self.close()
+        elif self.window is not None:
+            for slot, gradients in self._gradients.items():
+                self._gradients[slot] = gradients.narrow(-2, 0, place.start - place.lowest).clone()
+
+    def _check_turn(self, start: int, stop: int, lowest: int) -> None:
         if self._closed:
             raise RuntimeError(
                 f"the backward of the chunk of tokens [{start}, {stop}) came after its KV buffer was freed"
@@ -133,6 +162,7 @@ class KVBuffer:
                 "chunks run their backwards once and last chunk first: expected the one that ends at token "
                 f"{self._awaited}, not that of tokens [{start}, {stop})"
             )
+        self._lowest = 0 if self.window is None else lowest
 
     def _check_nothing_left(self) -> None:
         this = torch._C._current_graph_task_id()
@@ -162,10 +192,11 @@ class Place:
         Raises:
             RuntimeError: it is not this chunk's turn to run its backward, or the buffer was freed.
         """
-        self.buffer._check_turn(self.start, self.stop)
+        self.buffer._check_turn(self.start, self.stop, self.lowest)
         self.buffer._check_nothing_left()
         key, value = (
-            self.buffer._accumulator(slot).narrow(-2, self.lowest, self.stop - self.lowest) for slot in (0, 1)
+            self.buffer._accumulator(slot).narrow(-2, self.lowest - self.buffer._lowest, self.stop - self.lowest)
+            for slot in (0, 1)
         )
         return key, value
 
@@ -189,8 +220,10 @@ class _Append(torch.autograd.Function):
         buffer = place.buffer
         if write:
             for slot, tensor in enumerate(tensors):
-                buffer._write(slot, place.start, tensor)
+                buffer._write(slot, place.start, place.lowest, tensor)
             buffer._filled = buffer._awaited = place.stop
+        if buffer._dropping:
+            return tuple(buffer._values[slot].data for slot in range(len(tensors)))
         # `.data` has a version counter of its own: later chunks may write behind what autograd saves of this view.
         return tuple(
             buffer._values[slot].data.narrow(-2, place.lowest, place.stop - place.lowest)
@@ -202,20 +235,19 @@ class _Append(torch.autograd.Function):
         place = ctx.place
         buffer, before, tokens = place.buffer, place.start - place.lowest, place.stop - place.start
         refuse_second_derivatives("a KV buffer")
-        buffer._check_turn(place.start, place.stop)
-        buffer._awaited, buffer._adding = place.start, None
+        buffer._check_turn(place.start, place.stop, place.lowest)
         own: list[Tensor | None] = []
         for slot, gradient in enumerate(gradients):
             if gradient is not None and before > 0:
-                buffer._accumulator(slot).narrow(-2, place.lowest, before).add_(gradient.narrow(-2, 0, before))
+                reached = buffer._accumulator(slot).narrow(-2, place.lowest - buffer._lowest, before)
+                reached.add_(gradient.narrow(-2, 0, before))
             part = None if gradient is None else gradient.narrow(-2, before, tokens)
-            collected = buffer._gradients.get(slot)
-            if collected is not None:
-                collected = collected.narrow(-2, place.start, tokens)
+            if slot in buffer._gradients:
+                buffer._accumulator(slot)  # reaches back to this chunk's lowest token
+                collected = buffer._gradients[slot].narrow(-2, place.start - buffer._lowest, tokens)
                 part = (collected if part is None else collected + part).to(ctx.dtypes[slot])
             own.append(part)
-        if place.start == 0:
-            buffer.close()
+        buffer._end_turn(place)
         return None, None, *own
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
 from lightning_seq1f1b.runtime.linear_layers import LinearLayer
+from lightning_seq1f1b.runtime.objective import Objective
 
 
 class MicrobatchState(Protocol):
@@ -23,13 +24,16 @@ class MicrobatchState(Protocol):
         ...
 
     def seed(self, chunk: int) -> Tensor | None:
-        """On the last stage, the gradient that the backward of what `chunk` returned starts from; None for 1."""
+        """On the last stage, the gradient that the backward of what `chunk` returned starts from; None for 1.
+
+        Called as a part of that backward, which so may compute the loss first.
+        """
         ...
 
     def result(self) -> Mapping[str, Tensor]:
         """On the last stage, what the microbatch gives, without autograd: its "loss", 0-d, and whatever else is asked.
 
-        Called once, right after the forward of the last chunk.
+        Called once, right before `close`.
         """
         ...
 
@@ -56,8 +60,19 @@ class Stage(Protocol):
         """Its linear layers whose weight gradients may come later than all others; may be empty."""
         ...
 
-    def open(self, microbatch: Microbatch, *, training: bool) -> MicrobatchState:
-        """Make the state of a microbatch; called before its chunk 0. Gradients are wanted when `training`."""
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters wants a gradient now."""
+        ...
+
+    def open(self, microbatch: Microbatch, *, training: bool, objective: Objective | None = None) -> MicrobatchState:
+        """Make the state of a microbatch; called before its chunk 0.
+
+        Args:
+            microbatch: the microbatch.
+            training: whether the step trains; a stage before the first trained one takes part without gradients.
+            objective: what is asked of it; None for the model's own loss.
+        """
         ...
 
     def forward(self, chunk: Chunk, hidden: Tensor | None, state: MicrobatchState) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ class SummedLoss:
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None
+        self._put_off: dict[int, Callable[[], tuple[Tensor, Tensor | None]]] = {}
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a chunk's loss, 0-d."""
@@ -20,9 +21,22 @@ class SummedLoss:
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         self._loss = loss if self._loss is None else self._loss + loss
 
+    def put_off(self, chunk: int, compute: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
+        """Let the loss of a chunk be computed by its backward.
+
+        Args:
+            chunk: the chunk.
+            compute: gives the loss, 0-d, and the gradient of what the stage's forward returned, None if it has none.
+        """
+        self._put_off[chunk] = compute
+
     def seed(self, chunk: int) -> Tensor | None:
-        """None: a loss is where the backward starts, with 1."""
-        return None
+        """The gradient of a loss that was put off, which is computed now; else None: the loss itself came from F."""
+        if chunk not in self._put_off:
+            return None
+        loss, gradient = self._put_off.pop(chunk)()
+        self.add_loss(loss)
+        return gradient
 
     def result(self) -> Mapping[str, Tensor]:
         """The loss of all chunks, 0-d."""

@@ -24,7 +24,7 @@ class StepTrace:
         device: on an accelerator every timed action is surrounded by synchronisations, which costs speed; on the CPU
             timing is free.
         plan: what was executed.
-        spans: the chunks' token ranges.
+        spans: for every microbatch the chunks' token ranges.
         events: one for each compute action in the order in which they ran, which for W may differ from the plan's; in
             seconds of a clock that all processes of one machine share.
     """
@@ -32,7 +32,7 @@ class StepTrace:
     rank: int
     device: torch.device
     plan: Plan | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[tuple[Span, ...], ...] = ()
     events: list[Event] = field(default_factory=list)
 
     @contextmanager

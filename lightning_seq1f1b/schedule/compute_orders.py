@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from lightning_seq1f1b.schedule.mixes import Greedy, Mix, Rule, candidates_under
+from lightning_seq1f1b.schedule.mixes import Greedy, Mix, Rule, candidates_under, candidates_with_differences
 from lightning_seq1f1b.schedule.play import Play, expand, fill_gaps, play
 from lightning_seq1f1b.schedule.policies import Policy, forward_only, mix
 from lightning_seq1f1b.schedule.timeline import Time
 from lightning_seq1f1b.schedule.unit_orders import UnitOrders
-from lightning_seq1f1b.schedule.unit_times import UnitTimes
+from lightning_seq1f1b.schedule.unit_times import StepTimes, UnitTimes
 
 _KNOB_SHARES = (0.625, 0.75, 0.875)
 """Shares of the memory knob that are tried too where times are known: a shorter warm-up can suit unequal times."""
@@ -45,7 +45,7 @@ class ComputeOrders:
 
 
 def compute_orders(
-    policy: Policy, orders: UnitOrders, knob: int, cap: int | None, times: UnitTimes | None
+    policy: Policy, orders: UnitOrders, knob: int, cap: int | None, times: StepTimes | None
 ) -> ComputeOrders:
     """Order the compute actions of all ranks.
 
@@ -82,15 +82,22 @@ def compute_orders(
                 f"ranks mostly waiting for each other; the nearest that does not is "
                 f"activation_cap={limits.nearest_to(cap)}"
             )
-    elif policy.splits_backward:
-        cap = natural if cap is None else cap
+    elif policy.splits_backward or not orders.codes.alike:
+        most = natural if cap is None else cap
+        if policy.splits_backward:
+            cap = most
         mixes: list[Mix] = [Rule(knob)]
-        if times is not None and knob > 1:
-            mixes += [Rule(knob * share) for share in _KNOB_SHARES] + [Greedy.uniform(orders, cap, "alternate")]
+        if times is not None and not orders.codes.alike:
+            mixes += candidates_with_differences(most, floor, knob, orders)
+        elif times is not None and knob > 1:
+            mixes += [Rule(knob * share) for share in _KNOB_SHARES] + [Greedy.uniform(orders, most, "alternate")]
         best = comparison.best(mixes, cap)
     else:
         best = _Way(Rule(knob))
     rows = best.rows(orders, times, cap)
+    if rows is None and not orders.codes.alike:
+        mixes = candidates_with_differences(natural if cap is None else cap, floor, knob, orders)
+        rows = comparison.best(mixes, cap).rows(orders, times, cap)
     if rows is None:
         raise StallError("the ranks would wait for each other for ever")
     return ComputeOrders(rows, cap)
@@ -103,9 +110,9 @@ class _Way:
     mix: Mix
     patient: bool = True
 
-    def play(self, orders: UnitOrders, times: UnitTimes | None, cap: int | None) -> Play | None:
+    def play(self, orders: UnitOrders, times: StepTimes | None, cap: int | None) -> Play | None:
         """A step; None if it stalls."""
-        durations = expand(times or _equal_times(orders), orders.codes.num_microbatches)
+        durations = expand(times or _equal_times(orders), orders.codes)
         rows = self.mix(orders, durations)
         if rows is None:
             return None
@@ -115,7 +122,7 @@ class _Way:
             played = play(rows, orders.stage_to_rank, orders.codes, durations)
         return None if played.waiting else played
 
-    def rows(self, orders: UnitOrders, times: UnitTimes | None, cap: int | None) -> list[list[int]] | None:
+    def rows(self, orders: UnitOrders, times: StepTimes | None, cap: int | None) -> list[list[int]] | None:
         """Codes of every rank's compute actions; None if they stall."""
         played = self.play(orders, times, cap)
         if played is None:
@@ -129,13 +136,14 @@ class _Way:
 class _Comparison:
     """Compares ways by the length of a step, on fewer microbatches where there are many units."""
 
-    def __init__(self, orders: UnitOrders, times: UnitTimes | None) -> None:
+    def __init__(self, orders: UnitOrders, times: StepTimes | None) -> None:
         if orders.length * orders.num_ranks > _MOST_UNITS_TO_COMPARE:
             few = min(orders.codes.num_microbatches, 2 * len(orders.groups[0]) + _MICROBATCHES_TO_COMPARE)
-            orders = replace(orders, codes=replace(orders.codes, num_microbatches=few))
+            orders = replace(orders, codes=replace(orders.codes, chunks=orders.codes.chunks[:few]))
+            times = times[:few] if isinstance(times, tuple) else times
         self.orders, self.times = orders, times
 
-    def best(self, mixes: Sequence[Mix], cap: int) -> _Way:
+    def best(self, mixes: Sequence[Mix], cap: int | None) -> _Way:
         """The way whose step is shortest; the first of several."""
         ways = [_Way(mix, patient) for mix in mixes for patient in ((True, False) if self.orders.splits else (True,))]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.makespan(way, cap))

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import TypeAlias
 
+from lightning_seq1f1b.schedule import logits
 from lightning_seq1f1b.schedule.costs import (
     ATTENTION_BACKWARD,
     LayerShape,
@@ -82,6 +83,8 @@ class Training:
         optimizer_bytes: bytes of the optimizer's state for one weight.
         trainable_share: share of the weights that are trained; small for adapters.
         recompute: whether activations inside a layer are computed again in the backward.
+        logits_slice: bytes of logits, counted in float32, that the last stage computes at once where a chunk has many,
+            as a part of the chunk's backward, which keeps none. None: those of a chunk at once, kept for its backward.
     """
 
     rows: int = 1
@@ -91,6 +94,11 @@ class Training:
     optimizer_bytes: float = 8
     trainable_share: float = 1.0
     recompute: bool = False
+    logits_slice: float | None = logits.ACCELERATOR_SLICE
+
+    def slices(self, length: int, vocab_size: int) -> bool:
+        """Whether the logits of a chunk of `length` tokens a row are computed slice by slice."""
+        return self.logits_slice is not None and logits.are_sliced(self.rows * length, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,9 @@ def _from_flops(shape: ModelShape, training: Training, machine: Machine) -> _Sec
     def seconds(mine: range, span: Span, first: bool, last: bool) -> tuple[float, float, float]:
         inside = flops_of_layers(shape, mine, span.start, span.stop)
         head = flops_of_head(shape, span.start, span.stop).linear if last else 0.0
-        logits = training.rows * span.length * shape.vocab_size / machine.memory_bandwidth if last else 0.0
+        moved = training.rows * span.length * shape.vocab_size / machine.memory_bandwidth if last else 0.0
+        behind = time(head) + loss_forward * moved
+        late = last and training.slices(span.length, shape.vocab_size)
         launch = machine.launch * len(mine)
         forward = time(inside.linear, inside.attention) + launch
         again = forward if training.recompute else 0.0
@@ -201,8 +211,8 @@ def _from_flops(shape: ModelShape, training: Training, machine: Machine) -> _Sec
         inner = inside.linear + head + share * (inside.joint + head)
         backward = time(inner, ATTENTION_BACKWARD * inside.attention)
         return (
-            forward + time(head) + loss_forward * logits,
-            again + backward + loss_backward * logits + (1 - _WEIGHT_GRAD_LAUNCHES) * launch,
+            forward + (0.0 if late else behind),
+            again + (behind if late else 0.0) + backward + loss_backward * moved + (1 - _WEIGHT_GRAD_LAUNCHES) * launch,
             share * (time(inside.linear - inside.joint) + _WEIGHT_GRAD_LAUNCHES * launch),
         )
 
@@ -226,7 +236,10 @@ def _from_profile(shape: ModelShape, training: Training, profile: Profile) -> _S
             return max(total, 0.0)
 
         again = time("forward", layers_only=True) if training.recompute else 0.0
-        return time("forward"), again + time("input_grad"), training.trainable_share * time("weight_grad")
+        late = 0.0
+        if last and training.slices(span.length, shape.vocab_size):
+            late = max(profile.head["forward"](pairs, tokens), 0.0)
+        return time("forward") - late, again + late + time("input_grad"), training.trainable_share * time("weight_grad")
 
     return seconds
 
@@ -241,9 +254,9 @@ def unit_sizes(shape: ModelShape, layers: Sequence[int], spans: Sequence[Span], 
     """Bytes that every unit holds, see `UnitSizes`.
 
     Activations are what autograd keeps, what a stage received and what it sent; on the last stage the softmax of the
-    logits in float32. With recomputation they are the layers' inputs. The keys and values of a whole row are written
-    down for its first chunk, whose forward makes the buffers, and their gradients, float32, for its last one, whose
-    backward makes the accumulators.
+    logits in float32, unless they are computed slice by slice. With recomputation they are the layers' inputs. The keys
+    and values of a whole row are written down for its first chunk, whose forward makes the buffers, and their
+    gradients, float32, for its last one, whose backward makes the accumulators.
 
     Args:
         shape: the architecture.
@@ -264,7 +277,13 @@ def unit_sizes(shape: ModelShape, layers: Sequence[int], spans: Sequence[Span], 
         written = [0.0] * len(spans)
         written[0] += narrow * kv_width * sum(tokens)
         written[-1] += wide * kv_width * sum(tokens)
-        activations.append(tuple(kept * length for length in tokens))
+        behind = 0.0 if stage < len(stages) - 1 else wide * shape.vocab_size
+        activations.append(
+            tuple(
+                length * (kept + (0.0 if training.slices(span.length, shape.vocab_size) else behind))
+                for span, length in zip(spans, tokens, strict=True)
+            )
+        )
         deferred.append(tuple(linear * length for length in tokens))
         keys_values.append(tuple(written))
     return UnitSizes(tuple(activations), tuple(deferred), tuple(keys_values))
@@ -284,7 +303,7 @@ def _bytes_of_token(
         kept += narrow * hidden if receives and narrow < _WIDE else 0.0
     linear = sum(count * (layer.linear_inputs + layer.linear_outputs) for layer, count in kinds)
     if last:
-        kept += narrow * 2 * hidden + wide * (hidden + shape.vocab_size)
+        kept += narrow * 2 * hidden + wide * hidden
     else:
         kept += narrow * hidden
     return kept, float(narrow * linear) if training.trainable_share > 0 else 0.0
@@ -297,7 +316,8 @@ def transient_bytes(
 
     Of a layer's backward: gradients of what its linear layers read and gave, and of the residual stream; with
     recomputation, what autograd keeps of the layer, too. Of the last stage: the logits in the activations' dtype and in
-    float32, in the forward beside their softmax and in the backward their gradients.
+    float32, in the forward beside their softmax and in the backward their gradients; where they are computed slice by
+    slice, those of one slice and their softmax, and sums in float32 for gradients of low precision.
 
     Args:
         shape: the architecture.
@@ -316,9 +336,21 @@ def transient_bytes(
             size += narrow * layer.saved + wide * layer.saved_wide if training.recompute else 0.0
             most[rank] = max(most[rank], longest * size)
         if stage == len(stages) - 1:
-            copies = wide + (narrow if narrow < _WIDE else 0.0)
-            most[rank] = max(most[rank], longest * shape.vocab_size * copies)
+            most[rank] = max(most[rank], *(_transient_logits(shape, span.length, training) for span in spans))
     return most
+
+
+def _transient_logits(shape: ModelShape, length: int, training: Training) -> float:
+    narrow, wide = training.activation_bytes, max(training.activation_bytes, _WIDE)
+    copies = wide + (narrow if narrow < _WIDE else 0.0)
+    if training.logits_slice is None or not training.slices(length, shape.vocab_size):
+        return training.rows * length * shape.vocab_size * copies
+    part = logits.slice_length(length, training.rows, shape.vocab_size, training.logits_slice)
+    sums = 0.0
+    if training.gradient_bytes < _WIDE and training.trainable_share == 1:
+        sums = shape.hidden_size * shape.vocab_size * (_WIDE + training.gradient_bytes)
+    # The softmax, the gradient of its logarithm and that of the logits.
+    return training.rows * part * shape.vocab_size * (wide + copies + wide) + sums
 
 
 def resident_bytes(

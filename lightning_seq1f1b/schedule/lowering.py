@@ -9,7 +9,9 @@ from lightning_seq1f1b.schedule.codes import Codes
 from lightning_seq1f1b.schedule.transfers import Channel, Transfer, transfers
 
 
-def lower(compute: Sequence[Sequence[int]], stage_to_rank: Sequence[int], codes: Codes) -> tuple[tuple[int, ...], ...]:
+def lower(
+    compute: Sequence[Sequence[int]], stage_to_rank: Sequence[int], codes: Codes, first_trained_stage: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """Add a send after every compute action whose result another rank needs, and the receives for it there.
 
     Sends are non-blocking and stand right after their producer. A receive is a non-blocking post that stands one
@@ -26,6 +28,7 @@ def lower(compute: Sequence[Sequence[int]], stage_to_rank: Sequence[int], codes:
         compute: codes of the compute actions of every rank, in order.
         stage_to_rank: the rank of every stage.
         codes: the numbering.
+        first_trained_stage: the stage whose backwards nobody waits for.
 
     Returns:
         Codes of all actions of every rank, in order.
@@ -38,7 +41,7 @@ def lower(compute: Sequence[Sequence[int]], stage_to_rank: Sequence[int], codes:
     sends: dict[int, int] = {}
     channels: defaultdict[Channel, list[Transfer]] = defaultdict(list)
     for row in compute:
-        for message in transfers(row, stage_to_rank, num_indices, step):
+        for message in transfers(row, stage_to_rank, num_indices, step, first_trained_stage):
             sends[message.producer] = message.send
             channels[message.channel].append(message)
     posts: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in compute]

@@ -71,7 +71,22 @@ def candidates_under(cap: int, floor: int, knob: int, orders: UnitOrders) -> lis
         knob: extra units of a rank for each rank behind it.
         orders: the order of the forwards and that of the backwards.
     """
+    caps = _caps(cap, floor, knob, orders)
+    return [Rule(knob, cap), *(Greedy(each, taste) for each in caps for taste in greedy.TASTES)]
+
+
+def candidates_with_differences(cap: int, floor: int, knob: int, orders: UnitOrders) -> list[Mix]:
+    """Mixes for units of different work, such as a few very short microbatches beside long ones.
+
+    Where turns are taken one by one, every rank waits while another runs a longer unit; these let it go on with what is
+    there. The arguments are those of `candidates_under`.
+    """
+    tastes = [taste for taste in greedy.TASTES if taste.first != "forward" and not taste.makes_room]
+    return [Greedy(caps, taste) for caps in _caps(cap, floor, knob, orders) for taste in tastes]
+
+
+def _caps(cap: int, floor: int, knob: int, orders: UnitOrders) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For every rank: the cap, or as much of it as the rule takes."""
     ranks = range(orders.num_ranks)
     staircase = tuple(min(cap, floor + knob * (orders.num_ranks - 1 - rank)) for rank in ranks)
-    uniform = (cap,) * orders.num_ranks
-    return [Rule(knob, cap), *(Greedy(caps, taste) for caps in (uniform, staircase) for taste in greedy.TASTES)]
+    return (cap,) * orders.num_ranks, staircase

@@ -18,6 +18,9 @@ ChunkCost: TypeAlias = Callable[[int, int], float]
 
 _NAMES = ("even", "balanced")
 
+_MOST_IN_CHUNK_0 = 1.01
+"""Cost of the first chunk, in shares, from which on what the others lose to rounding is spread over all of them."""
+
 
 def partition(
     spec: Partition,
@@ -104,7 +107,9 @@ def equal_cost(length: int, num_chunks: int, cost: ChunkCost, multiple: int = 1)
     """Cut a row into chunks of equal cost: the computation-wise partition of Seq1F1B (arXiv 2406.03488).
 
     Solved from the last chunk back: each chunk is the longest whose cost is at most its share of the total, and
-    chunk 0 gets the rest. Then the boundaries are rounded to the nearest multiple.
+    chunk 0 gets the rest. In many short chunks the rest is much; then each chunk starts where it and those behind it
+    cost at most their shares together, so that none is off by more than a token. Then the boundaries are rounded to
+    the nearest multiple.
 
     Args:
         length: tokens of the row.
@@ -143,7 +148,11 @@ def between(boundary: float, length: int, num_chunks: int, cost: ChunkCost, mult
     share = cost(0, length) / num_chunks
     starts = [length]
     for index in range(num_chunks - 1, 0, -1):
-        starts.append(_start_of_chunk(index, starts[-1], share, cost))
+        starts.append(_start_of_chunk(index, starts[-1], starts[-1], share, cost))
+    if cost(0, starts[-1]) > _MOST_IN_CHUNK_0 * share:
+        starts = [length]
+        for index in range(num_chunks - 1, 0, -1):
+            starts.append(_start_of_chunk(index, starts[-1], length, (num_chunks - index) * share, cost))
     inner = [
         boundary * start + (1 - boundary) * (index * length / num_chunks)
         for index, start in enumerate(starts[:0:-1], start=1)
@@ -159,15 +168,15 @@ def _between_bounds(bounds: Sequence[int]) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in pairwise(bounds))
 
 
-def _start_of_chunk(index: int, stop: int, share: float, cost: ChunkCost) -> int:
-    """The earliest start of chunk `index`, which ends at `stop`, that costs at most `share`.
+def _start_of_chunk(index: int, stop: int, end: int, most: float, cost: ChunkCost) -> int:
+    """The earliest start of chunk `index`, which ends at `stop`, from which the tokens up to `end` cost at most `most`.
 
     It leaves at least one token for the chunk itself, and one for each of the `index` chunks before it.
     """
     low, high = index, stop - 1
     while low < high:
         middle = (low + high) // 2
-        if cost(middle, stop) <= share:
+        if cost(middle, end) <= most:
             high = middle
         else:
             low = middle + 1

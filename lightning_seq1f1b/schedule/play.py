@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from lightning_seq1f1b.schedule.codes import Codes, F, I, W
 from lightning_seq1f1b.schedule.dependencies import needs
 from lightning_seq1f1b.schedule.timeline import Time
-from lightning_seq1f1b.schedule.unit_times import UnitTimes
+from lightning_seq1f1b.schedule.unit_times import StepTimes, UnitTimes
 
 Played: TypeAlias = tuple[int, int, Time, Time]
 """One compute action of a play: rank, code, start, end."""
@@ -43,13 +43,29 @@ class Durations(NamedTuple):
     weight_grad: Sequence[Time]
 
 
-def expand(times: UnitTimes, num_microbatches: int) -> Durations:
-    """Times by index: every microbatch takes the same."""
+def expand(times: StepTimes, codes: Codes) -> Durations:
+    """Times by index.
 
-    def spread(by_stage: Sequence[Sequence[Time]]) -> list[Time]:
-        return [time for chunks in by_stage for time in list(chunks) * num_microbatches]
+    Args:
+        times: what units take.
+        codes: the numbering.
 
-    forward, input_grad, weight_grad = map(spread, (times.forward, times.input_grad, times.weight_grad))
+    Raises:
+        ValueError: if they are of fewer stages, chunks or microbatches than the numbering.
+    """
+    each = [times] * codes.num_microbatches if isinstance(times, UnitTimes) else times
+    if len(each) != codes.num_microbatches:
+        raise ValueError(f"times of {len(each)} microbatches were given for {codes.chunks_in_words}")
+
+    def spread(kind: str) -> list[Time]:
+        tables = [(getattr(one, kind), count) for one, count in zip(each, codes.chunks, strict=True)]
+        if any(len(table) < codes.num_stages or min(map(len, table)) < count for table, count in tables):
+            raise ValueError(
+                f"{kind} must have the times of {codes.chunks_in_words} on {codes.num_stages} stages, and has fewer"
+            )
+        return [time for stage in range(codes.num_stages) for table, count in tables for time in table[stage][:count]]
+
+    forward, input_grad, weight_grad = map(spread, ("forward", "input_grad", "weight_grad"))
     backward = [first + second for first, second in zip(input_grad, weight_grad, strict=True)]
     return Durations(forward, backward, input_grad, weight_grad)
 
@@ -120,7 +136,7 @@ class Clock(ABC):
         self, num_ranks: int, stage_to_rank: Sequence[int], codes: Codes, durations: Durations, latency: Time
     ) -> None:
         self.crosses = [here != there for here, there in pairwise(stage_to_rank)]
-        self.num_indices, self.step, self.num_chunks = codes.num_indices, codes.units_on_a_stage, codes.num_chunks
+        self.num_indices, self.step, self.lasts = codes.num_indices, codes.units_on_a_stage, codes.lasts
         self.durations, self.latency = durations, latency
         self.ends: list[Time | None] = [None] * (8 * codes.num_indices)
         self.owed: list[deque[int]] = [deque() for _ in range(num_ranks)]
@@ -166,7 +182,7 @@ class Clock(ABC):
         """When everything that an action needs is there; or what of it has not begun yet."""
         ends, step = self.ends, self.step
         ready: Time = 0
-        for needed in needs(code, self.num_indices, step, self.num_chunks):
+        for needed in needs(code, self.num_indices, step, self.lasts):
             end = ends[needed]
             if end is None:
                 return 0, needed

@@ -104,7 +104,9 @@ def warmups(orders: UnitOrders, knob: float) -> list[int]:
     """Warm-up forwards of every rank: those before the last rank's first backward, and `knob` more per rank behind.
 
     The last rank needs v k - 1 forwards (with groups of whole microbatches, see `UnitOrders`) before the one that
-    completes the first microbatch; a rank before it must be ahead for as long as its results are under way.
+    completes the first microbatch; a rank before it must be ahead for as long as its results are under way. Where
+    microbatches have different numbers of chunks, k is the largest of them: so many units are held in any case when
+    that microbatch turns, and from the first turn to the last every forward is as far ahead as it ever has to be.
     """
     last = orders.num_ranks - 1
     needed = orders.before_the_first_backward

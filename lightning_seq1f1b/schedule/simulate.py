@@ -8,12 +8,12 @@ from functools import cached_property
 from math import isfinite
 
 from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
-from lightning_seq1f1b.schedule.codes import Codes
+from lightning_seq1f1b.schedule.codes import B, Codes, F, W
 from lightning_seq1f1b.schedule.plan import Plan
 from lightning_seq1f1b.schedule.plan_error import PlanError
 from lightning_seq1f1b.schedule.play import Durations, Play, expand, play
 from lightning_seq1f1b.schedule.timeline import Event, Time
-from lightning_seq1f1b.schedule.unit_times import UnitTimes
+from lightning_seq1f1b.schedule.unit_times import StepTimes, UnitTimes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan, costs: Callable[[Action], Time], latency: Time = 0, *, early_weight_grads: bool = False
+    plan: Plan, costs: Callable[[Action], Time] | StepTimes, latency: Time = 0, *, early_weight_grads: bool = False
 ) -> Simulation:
     """Play a plan, in time linear in its actions; exact when the times are fractions.
 
@@ -113,11 +113,11 @@ def simulate(
     there `latency` after its producer's end, and the compute action that needs it waits.
 
     A unit is held from the start of its forward to the end of its backward (of W where it is split, of the forward
-    where the plan has no backwards).
+    where the stage has no backwards).
 
     Args:
         plan: what to play.
-        costs: the time of a compute action, such as a `UnitTimes` or `Costs`.
+        costs: the time of a compute action, such as a `UnitTimes` or `Costs`; or a `UnitTimes` of each microbatch.
         latency: how long a transfer takes.
         early_weight_grads: whether a rank that would wait runs the oldest W that is due instead, as the executor does;
             else every W runs in its place, which is where the times that the plan was made for want it.
@@ -140,18 +140,32 @@ def simulate(
         makespan=makespan,
         bubble=makespan - min(work),
         work=tuple(work),
-        peak_units=tuple(played.peaks) if plan.trains else (1,) * len(rows),
+        peak_units=tuple(played.peaks) if plan.trains_stage(0) else _peaks(plan, played),
         _play=played,
         _codes=plan.codes,
     )
 
 
-def durations(plan: Plan, costs: Callable[[Action], Time]) -> Durations:
-    """The times of all compute actions of a plan; fast for `UnitTimes` and `Costs`, which know no microbatch."""
+def _peaks(plan: Plan, played: Play) -> tuple[int, ...]:
+    """The most units that every rank holds at once, where some stages let go of them after the forward."""
+    last, units = (W if plan.splits_backward else B), plan.codes.units_on_a_stage
+    held, peaks = [0] * plan.num_ranks, [0] * plan.num_ranks
+    for rank, code, _, _ in played.actions:
+        kind = code & 7
+        if kind == F:
+            peaks[rank] = max(peaks[rank], held[rank] + 1)
+            held[rank] += plan.trains_stage((code >> 3) // units)
+        elif kind == last:
+            held[rank] -= 1
+    return tuple(peaks)
+
+
+def durations(plan: Plan, costs: Callable[[Action], Time] | StepTimes) -> Durations:
+    """The times of all compute actions of a plan; fast for tables and `Costs`."""
     if isinstance(costs, Costs):
         costs = costs.unit_times(plan.num_stages)
-    if isinstance(costs, UnitTimes):
-        return expand(costs, plan.num_microbatches)
+    if isinstance(costs, (UnitTimes, tuple)):
+        return expand(costs, plan.codes)
     by_kind: list[list[Time]] = [[0] * plan.codes.num_indices for _ in range(4)]
     for code in (code for row in plan.compute_rows for code in row):
         by_kind[code & 7][code >> 3] = costs(plan.codes.decode(code))

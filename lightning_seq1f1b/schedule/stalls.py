@@ -25,7 +25,7 @@ def global_order(rows: Sequence[Sequence[int]], codes: Codes, sent_by: Mapping[i
     Raises:
         PlanError: if the ranks wait for each other; says what each of them waits for.
     """
-    num_indices, step, num_chunks = codes.num_indices, codes.units_on_a_stage, codes.num_chunks
+    num_indices, step, lasts = codes.num_indices, codes.units_on_a_stage, codes.lasts
     crossing = (8 * step, -8 * step)  # from a unit to itself on a neighbouring stage; nothing else is that far away
     order: list[int] = []
     done = bytearray(8 * num_indices)
@@ -40,7 +40,7 @@ def global_order(rows: Sequence[Sequence[int]], codes: Codes, sent_by: Mapping[i
             code = row[place]
             if code & 7 <= W:
                 missing = -1
-                for needed in needs(code, num_indices, step, num_chunks):
+                for needed in needs(code, num_indices, step, lasts):
                     if not done[needed]:
                         missing = needed
                         break

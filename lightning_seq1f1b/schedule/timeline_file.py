@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from lightning_seq1f1b.schedule.actions import Action
-from lightning_seq1f1b.schedule.memory_curve import UnitSizes, memory_over_time
+from lightning_seq1f1b.schedule.memory_curve import UnitSizes, chunks_of, memory_over_time
 from lightning_seq1f1b.schedule.timeline import Event
 
 _SETTINGS = ("memory_knob", "activation_cap")
@@ -54,12 +54,17 @@ class Recording:
     @cached_property
     def num_microbatches(self) -> int:
         """Microbatches of the step."""
-        return 1 + max(event.action.unit.microbatch for event in self.events)
+        return len(self.chunks)
 
     @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Chunks of each microbatch."""
+        return chunks_of(event.action for event in self.events)
+
+    @property
     def num_chunks(self) -> int:
-        """Chunks of every microbatch."""
-        return 1 + max(event.action.unit.chunk for event in self.events)
+        """Chunks of the microbatch that has most."""
+        return max(self.chunks)
 
     @cached_property
     def peak_units(self) -> tuple[int, ...]:
@@ -116,7 +121,8 @@ def to_json(recording: Recording) -> dict[str, Any]:
          "activation_cap": null, "time_unit": "s",
          "timeline": [{"rank": 0, "action": "0F0.0", "start": 0.0, "end": 1.0}, ...]}
 
-    `stages` counts pipeline ranks, like the command's option `--stages`. An action is <stage><kind><microbatch>.<chunk>
+    `stages` counts pipeline ranks, like the command's option `--stages`; `chunks` lists those of each microbatch where
+    they differ. An action is <stage><kind><microbatch>.<chunk>
     with the kinds F, B, or I and W for the halves of a backward.
     """
     return {
@@ -124,12 +130,17 @@ def to_json(recording: Recording) -> dict[str, Any]:
         "stages": recording.num_ranks,
         "virtual_stages": recording.virtual_stages,
         "microbatches": recording.num_microbatches,
-        "chunks": recording.num_chunks,
+        "chunks": one_or_each(recording.chunks),
         "memory_knob": recording.memory_knob,
         "activation_cap": recording.activation_cap,
         "time_unit": recording.time_unit,
         "timeline": rows(recording.events),
     }
+
+
+def one_or_each(chunks: tuple[int, ...]) -> int | tuple[int, ...]:
+    """The chunks of every microbatch, as `make_plan` takes them: one number where they are alike."""
+    return chunks[0] if len(set(chunks)) == 1 else chunks
 
 
 def rows(events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -38,7 +38,11 @@ class Transfer(NamedTuple):
 
 
 def transfers(
-    compute: Iterable[int], stage_to_rank: Sequence[int], num_indices: int, units_on_a_stage: int
+    compute: Iterable[int],
+    stage_to_rank: Sequence[int],
+    num_indices: int,
+    units_on_a_stage: int,
+    first_trained_stage: int = 0,
 ) -> Iterator[Transfer]:
     """The messages that the results of compute actions need, in the order of those actions.
 
@@ -49,6 +53,7 @@ def transfers(
         stage_to_rank: the rank of every stage.
         num_indices: `Codes.num_indices`.
         units_on_a_stage: `Codes.units_on_a_stage`.
+        first_trained_stage: its backwards give nothing to the stage before it, which trains nothing.
     """
     last = len(stage_to_rank) - 1
     onward: list[Channel | None] = [None] * (last + 1)
@@ -56,7 +61,9 @@ def transfers(
     for stage in range(last):
         here, there = stage_to_rank[stage], stage_to_rank[stage + 1]
         if here != there:
-            onward[stage], back[stage + 1] = Channel(here, there, "F"), Channel(there, here, "B")
+            onward[stage] = Channel(here, there, "F")
+            if stage >= first_trained_stage:
+                back[stage + 1] = Channel(there, here, "B")
     step = 8 * units_on_a_stage
     for code in compute:
         kind, stage = code & 7, (code >> 3) // units_on_a_stage

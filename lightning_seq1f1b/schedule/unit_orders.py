@@ -20,7 +20,8 @@ class UnitOrders:
 
     A group is one microbatch when that has as many chunks as there are ranks, or when a rank has one stage. Otherwise
     it is as many microbatches as give at least p units, so that no rank waits for the group to come around; what does
-    not divide makes the first groups larger.
+    not divide makes the first groups larger. Where microbatches differ, a group is as many as together hold no more than
+    a group of the longest would, so that none asks for more activations; some may have fewer than p units.
 
     Attributes:
         num_ranks: ranks of the pipeline, p.
@@ -47,17 +48,38 @@ class UnitOrders:
     @cached_property
     def groups(self) -> list[range]:
         """Microbatches of every group."""
-        count, chunks = self.codes.num_microbatches, self.codes.num_chunks
-        size = 1 if self.virtual_stages == 1 else -(-self.num_ranks // chunks)
-        number = max(1, count // size)
-        bounds = [-(-index * count // number) for index in range(number + 1)]
+        count, most = self.codes.num_microbatches, self.codes.num_chunks
+        size = 1 if self.virtual_stages == 1 else -(-self.num_ranks // most)
+        if self.codes.alike or self.virtual_stages == 1:
+            number = max(1, count // size)
+            bounds = [-(-index * count // number) for index in range(number + 1)]
+        else:
+            bounds = self._bounds(self._held(size * most, most))
         return [range(start, stop) for start, stop in pairwise(bounds)]
+
+    def _bounds(self, most: int) -> list[int]:
+        """The first microbatch of each group, and the end: every group gets what follows until it would hold more."""
+        chunks, bounds = self.codes.chunks, [0]
+        for microbatch in range(1, len(chunks)):
+            group = chunks[bounds[-1] : microbatch + 1]
+            if self._held(sum(group), max(group)) > most:
+                bounds.append(microbatch)
+        return [*bounds, len(chunks)]
+
+    def _held(self, units: int, longest: int) -> int:
+        """Units that the last rank holds before the first backward of a group of so many units on a stage."""
+        return (self.virtual_stages - 1) * units + longest
 
     @property
     def before_the_first_backward(self) -> int:
-        """Forwards that the last rank runs before the one that completes the first microbatch."""
-        units = len(self.groups[0]) * self.codes.num_chunks
-        return (self.virtual_stages - 1) * units + self.codes.num_chunks - 1
+        """Forwards that the last rank runs before it takes turns: before the first backward, it runs one more.
+
+        With fewer, a later one would stand before a forward that it needs. The backwards of a microbatch begin with
+        its last chunk on the rank's last stage, at which the forwards of its group on all stages but the last one, and
+        its own on that, have run, while of this group no backward has.
+        """
+        groups = [self.codes.chunks[group.start : group.stop] for group in self.groups]
+        return max(self._held(sum(group), max(group)) for group in groups) - 1
 
     def forwards(self, rank: int) -> list[int]:
         """Codes of the rank's forwards, in order."""
@@ -75,4 +97,4 @@ class UnitOrders:
             for stage in stages[::step]:
                 for microbatch in group:
                     first = self.codes.index(stage, microbatch, 0)
-                    yield from range(first, first + self.codes.num_chunks)[::step]
+                    yield from range(first, first + self.codes.chunks[microbatch])[::step]

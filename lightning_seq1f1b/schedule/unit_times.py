@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning_seq1f1b.schedule.actions import Action, Kind
 from lightning_seq1f1b.schedule.timeline import Time
@@ -32,3 +33,10 @@ class UnitTimes:
         if action.kind is Kind.W:
             return self.weight_grad[stage][chunk]
         return self.input_grad[stage][chunk] + self.weight_grad[stage][chunk]
+
+
+StepTimes: TypeAlias = UnitTimes | tuple[UnitTimes, ...]
+"""What the units of a step take: times of all microbatches, or of each.
+
+Where they are of all, a microbatch with fewer chunks takes the first of every stage.
+"""

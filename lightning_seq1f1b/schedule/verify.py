@@ -22,9 +22,9 @@ _NOWHERE = -1
 def verify(plan: Plan) -> None:
     """Check a plan for all ranks together, in time linear in its actions.
 
-    - Complete: every unit's forward, and backward (or its two halves) if the plan trains, stands exactly once, on the
-      rank of its stage, and so does the send and the receive of everything that crosses from rank to rank. Nothing
-      else stands there.
+    - Complete: every unit's forward, and backward (or its two halves) if the plan trains its stage, stands exactly
+      once, on the rank of its stage, and so does the send and the receive of everything that crosses from rank to rank.
+      Nothing else stands there.
     - Ordered: on every rank an action stands after what it waits for, KV edges included.
     - Matched: on every channel the receives are posted in the order of the sends.
     - Within its cap: no rank holds more units at once than `plan.activation_cap`.
@@ -66,12 +66,12 @@ def _expected_ranks(plan: Plan) -> list[int]:
     last = plan.num_stages - 1
     for stage, rank in enumerate(plan.stage_to_rank):
         kinds = [F]
-        if plan.trains:
+        if plan.trains_stage(stage):
             kinds += [I, W] if plan.splits_backward else [B]
         if stage < last and plan.stage_to_rank[stage + 1] != rank:
-            kinds += [SEND_F, RECV_B] if plan.trains else [SEND_F]
+            kinds += [SEND_F, RECV_B] if plan.trains_stage(stage) else [SEND_F]
         if stage > 0 and plan.stage_to_rank[stage - 1] != rank:
-            kinds += [RECV_F, SEND_B] if plan.trains else [RECV_F]
+            kinds += [RECV_F, SEND_B] if plan.trains_stage(stage - 1) else [RECV_F]
         first = 8 * step * stage
         for kind in kinds:
             rank_of[first + kind : first + 8 * step : 8] = [rank] * step
@@ -94,8 +94,8 @@ def _locate(plan: Plan, rank_of: Sequence[int]) -> list[int]:
 def _misplaced(plan: Plan, expected: int, code: int, rank: int) -> str:
     action = plan.codes.decode(code)
     if expected == _NOWHERE:
-        units = f"{plan.num_microbatches} microbatches of {plan.num_chunks} chunks"
-        return f"{action} has no place in schedule {plan.schedule!r} with {plan.num_stages} stages and {units}"
+        sizes = f"{plan.num_stages} stages and {plan.codes.chunks_in_words}"
+        return f"{action} has no place in schedule {plan.schedule!r} with {sizes}"
     if expected != rank:
         return f"{action} belongs to rank {expected}, but stands on rank {rank}"
     return f"{action} stands twice on rank {rank}"
@@ -103,7 +103,8 @@ def _misplaced(plan: Plan, expected: int, code: int, rank: int) -> str:
 
 def _messages(plan: Plan) -> list[Transfer]:
     indices, step = plan.codes.num_indices, plan.codes.units_on_a_stage
-    return list(chain.from_iterable(transfers(row, plan.stage_to_rank, indices, step) for row in plan.compute_rows))
+    given = (plan.stage_to_rank, indices, step, plan.first_trained_stage)
+    return list(chain.from_iterable(transfers(row, *given) for row in plan.compute_rows))
 
 
 def _check_complete(plan: Plan, rank_of: Sequence[int], place: Sequence[int], messages: Sequence[Transfer]) -> None:
@@ -127,7 +128,7 @@ def _check_complete(plan: Plan, rank_of: Sequence[int], place: Sequence[int], me
 
 
 def _needs(plan: Plan, code: int) -> list[int]:
-    return needs(code, plan.codes.num_indices, plan.codes.units_on_a_stage, plan.num_chunks)
+    return needs(code, plan.codes.num_indices, plan.codes.units_on_a_stage, plan.codes.lasts)
 
 
 def _of(send: int) -> tuple[int, ...]:
@@ -184,11 +185,12 @@ def _check_cap(plan: Plan) -> None:
     if cap is None:
         return
     last = W if plan.splits_backward else B
+    untrained = plan.first_trained_stage * plan.codes.units_on_a_stage
     for rank, row in enumerate(plan.rows):
         held = 0
         for index, code in enumerate(row):
             kind = code & 7
-            held += (kind == F) - (kind == last)
+            held += (kind == F and code >> 3 >= untrained) - (kind == last)
             if held > cap:
                 reason = (
                     f"rank {rank} would hold {held} units at {plan.codes.decode(code)}, more than activation_cap={cap}"

@@ -12,9 +12,11 @@ from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.runtime.pipeline import Cutting
 from lightning_seq1f1b.schedule.planner import Problem
 from lightning_seq1f1b.strategy.automatic import AUTO, AutomaticCutting, best_setting, knobs_of, problem_for
-from lightning_seq1f1b.strategy.cut_module import CutModule
+from lightning_seq1f1b.strategy.cut_module import CutModule, LoadedPart
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from lightning_seq1f1b.strategy.seq1f1b import Seq1F1BStrategy
 
 GPU_CHUNK_MULTIPLE = 128
@@ -36,14 +38,30 @@ def cut_as_asked(strategy: Seq1F1BStrategy, trainer: Trainer) -> tuple[CutModule
     """
     module = strategy.lightning_module
     assert module is not None
+    _, model = find_causal_lm(module)
+    settled = CutModule.earlier(module) or LoadedPart.of(model)
+    virtual_stages, layers, problem = stages_as_asked(strategy, trainer, model, settled)
+    return CutModule.of(module, strategy.topology, virtual_stages, layers), problem
+
+
+def stages_as_asked(
+    strategy: Seq1F1BStrategy, trainer: Trainer, model: PreTrainedModel, settled: CutModule | LoadedPart | None = None
+) -> tuple[int, list[int] | None, Problem | None]:
+    """Virtual stages, layers of every stage (None to balance them), and the planner's problem where it decides.
+
+    Called on all ranks together.
+
+    Args:
+        strategy: its arguments are asked for.
+        trainer: its data module is planned for.
+        model: the language model, not yet cut, values not needed.
+        settled: the stages that the model has got already, which the planner keeps.
+    """
     virtual_stages, layers = strategy.virtual_stages, strategy.layers
     if strategy.schedule != AUTO:
-        stages = 1 if virtual_stages == AUTO else int(virtual_stages)
-        return CutModule.of(module, strategy.topology, stages, layers), None
-    earlier = CutModule.earlier(module)
-    if earlier is not None:  # there is no other cut any more to choose
-        virtual_stages, layers = earlier.virtual_stages, list(earlier.layers)
-    _, model = find_causal_lm(module)
+        return 1 if virtual_stages == AUTO else int(virtual_stages), layers, None
+    if settled is not None:  # there are no other stages any more to choose
+        virtual_stages, layers = settled.virtual_stages, list(settled.layers)
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # the class does not declare it
     device = strategy.root_device
     problem = problem_for(
@@ -60,7 +78,7 @@ def cut_as_asked(strategy: Seq1F1BStrategy, trainer: Trainer) -> tuple[CutModule
     # Devices may differ; all ranks must plan for the same ones.
     problem = strategy.broadcast(problem)
     setting = best_setting(problem)
-    return CutModule.of(module, strategy.topology, setting.virtual_stages, list(setting.layers)), problem
+    return setting.virtual_stages, list(setting.layers), problem
 
 
 def cutting_of(strategy: Seq1F1BStrategy, cut: CutModule, problem: Problem | None, multiple: int) -> Cutting:

@@ -12,10 +12,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_seq1f1b.runtime.batching import split_rows
 from lightning_seq1f1b.runtime.pipeline import Cutting
+from lightning_seq1f1b.runtime.row_groups import split_rows
 from lightning_seq1f1b.schedule.costs import ModelShape
 from lightning_seq1f1b.schedule.estimate import MACHINES, Machine, Training
+from lightning_seq1f1b.schedule.logits import ACCELERATOR_SLICE, CPU_SLICE
 from lightning_seq1f1b.schedule.planner import Knobs, Problem, choose
 from lightning_seq1f1b.schedule.planner.explanation import does_not_fit, words
 from lightning_seq1f1b.schedule.planner.search import DoesNotFitError
@@ -53,10 +54,20 @@ class AutomaticCutting(Cutting):
     ) -> AutomaticCutting:
         """For a model that is cut into these stages."""
         knobs = replace(problem.knobs, virtual_stages=virtual_stages, layers=layers)
-        return cls(num_microbatches=num_microbatches, multiple=problem.multiple, problem=replace(problem, knobs=knobs))
+        listed = knobs.partition if isinstance(knobs.partition, tuple) else cls.partition
+        return cls(
+            num_microbatches=num_microbatches,
+            partition=listed,
+            multiple=problem.multiple,
+            problem=replace(problem, knobs=knobs),
+        )
 
     def for_batch(self, rows: int, length: int) -> Cutting:
-        """How to cut batches of `rows` sequences of about `length` tokens, the same on every process."""
+        """How to cut batches of `rows` sequences of at most about `length` tokens, the same on every process.
+
+        They are planned as if all were that long, so that memory suffices; shorter ones then have fewer chunks, of the
+        size that was planned.
+        """
         assert self.problem is not None
         listed = isinstance(self.problem.knobs.partition, tuple)
         microbatches = len(split_rows(rows, self.num_microbatches))
@@ -71,6 +82,7 @@ class AutomaticCutting(Cutting):
             schedule=setting.schedule,
             num_microbatches=self.num_microbatches,
             num_chunks=min(setting.num_chunks, length),
+            counts_longest=True,
             partition=setting.partition,
             multiple=self.multiple,
             virtual_stages=setting.virtual_stages,
@@ -137,7 +149,7 @@ def problem_for(
         num_ranks=num_ranks,
         length=length if isinstance(length, int) else PLANNED_LENGTH,
         num_microbatches=rows if isinstance(rows, int) else num_ranks,
-        training=training_of(model, precision),
+        training=training_of(model, precision, device),
         machine=machine_of(device),
         profile=None if profile is None else _read(profile, shape),
         memory=_memory(device),
@@ -165,7 +177,7 @@ def knobs_of(
     )
 
 
-def training_of(model: nn.Module, precision: str) -> Training:
+def training_of(model: nn.Module, precision: str, device: torch.device) -> Training:
     """Bytes and shares of a model that is trained with AdamW, as far as they show in its parameters."""
     parameters = list(model.parameters())
     count = max(sum(parameter.numel() for parameter in parameters), 1)
@@ -179,6 +191,7 @@ def training_of(model: nn.Module, precision: str) -> Training:
         optimizer_bytes=_ADAM * weight,
         trainable_share=trained / count,
         recompute=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+        logits_slice=CPU_SLICE if device.type == "cpu" else ACCELERATOR_SLICE,
     )
 
 

@@ -16,12 +16,51 @@ from lightning_seq1f1b.models.find import find_causal_lm
 from lightning_seq1f1b.models.shape import model_shape
 from lightning_seq1f1b.models.split import cut
 from lightning_seq1f1b.models.stage import make_stages
-from lightning_seq1f1b.models.whole_only import refuse_methods_of_the_whole
+from lightning_seq1f1b.models.whole_only import refuse_saving
 from lightning_seq1f1b.runtime.topology import Topology
 from lightning_seq1f1b.schedule.balance import balanced_layers
+from lightning_seq1f1b.schedule.costs import ModelShape
+from lightning_seq1f1b.strategy.adapters import check_adapters
 
 _CUT = "_seq1f1b_cut"
 """The attribute of a cut model where a later Trainer finds how it was cut."""
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """What a rank has read of a model that was loaded for stages; the rest of it is on the meta device.
+
+    Attributes:
+        topology: where the rank stood.
+        virtual_stages: stages on each rank.
+        layers: layers of every stage.
+    """
+
+    topology: Topology
+    virtual_stages: int
+    layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LoadedPart | None:
+        """What was read of a model; None for one with all its values."""
+        return getattr(model, "_seq1f1b_part", None)
+
+    def mark(self, model: nn.Module) -> None:
+        """Note on the model that only this part of it has values."""
+        model._seq1f1b_part = self  # type: ignore[assignment]  # typed as a module or tensor
+
+    def unmark(self, model: nn.Module) -> None:
+        """Note on the model that all of it has values."""
+        del model._seq1f1b_part
+
+    def check(self, model: nn.Module, topology: Topology, virtual_stages: int, layers: tuple[int, ...]) -> None:
+        """Raise ValueError when the model is to be cut into other stages."""
+        if self != LoadedPart(topology, virtual_stages, layers):
+            before, now = _counted(self.topology, self.virtual_stages), _counted(topology, virtual_stages)
+            raise ValueError(
+                f"this {type(model).__name__} was loaded for {before} with {list(self.layers)} layers and cannot be "
+                f"cut into {now} with {list(layers)}: load it again, in the configure_model of a new module"
+            )
 
 
 @dataclass(frozen=True)
@@ -41,8 +80,8 @@ class CutModule:
         layers: layers of every stage; None to balance them.
 
     Raises:
-        ValueError: when the module holds no causal language model, or one that cannot be cut, or has fewer layers than
-            there are stages.
+        ValueError: when the module holds no causal language model, or one that cannot be cut, has fewer layers than
+            there are stages, or has adapters that would not be trained as on one device.
     """
 
     def __init__(
@@ -50,21 +89,19 @@ class CutModule:
     ) -> None:
         self.module, self.topology, self.virtual_stages = module, topology, virtual_stages
         self.name, self.model = find_causal_lm(module)
+        check_adapters(module, self.model)
         self.shape = model_shape(self.model.config)
         num_ranks = topology.num_stages
-        num_stages = num_ranks * virtual_stages
-        if layers is not None and (len(layers) != num_stages or sum(layers) != self.shape.num_layers):
-            raise ValueError(
-                f"layers lists {len(layers)} stages with {sum(layers)} layers, but the model has "
-                f"{self.shape.num_layers} layers for {num_ranks} ranks x {virtual_stages} virtual stages"
-            )
-        self.layer_ranges = _ranges(layers or balanced_layers(self.shape, num_ranks, virtual_stages))
+        self.layer_ranges = layer_ranges(self.shape, num_ranks, virtual_stages, layers)
+        if (loaded := LoadedPart.of(self.model)) is not None:
+            loaded.check(self.model, topology, virtual_stages, self.layers)
         # Optimizers may have been made before this, from parameters that are cut off now.
         self.uncut_names = {parameter: name for name, parameter in module.named_parameters()}
-        self.split = cut(self.model, range(topology.pipeline_rank, num_stages, num_ranks), self.layer_ranges)
+        self.split = cut(self.model, stages_of(topology, virtual_stages), self.layer_ranges)
+        _check_values(module)
         self.stages = make_stages(self.split)
         if num_ranks > 1:
-            refuse_methods_of_the_whole(module.modules())
+            refuse_saving(module.modules())
         with self.whole():
             self.shapes = {
                 key: tuple(value.shape) if isinstance(value, Tensor) else None
@@ -187,6 +224,44 @@ class CutModule:
 def _counted(topology: Topology, virtual_stages: int) -> str:
     stages = f"{topology.num_stages} stage(s)"
     return stages if virtual_stages == 1 else f"{topology.num_stages} x {virtual_stages} stage(s)"
+
+
+def layer_ranges(
+    shape: ModelShape, num_ranks: int, virtual_stages: int, layers: Sequence[int] | None
+) -> tuple[range, ...]:
+    """The indices of the layers of every stage.
+
+    Args:
+        shape: of the model.
+        num_ranks: pipeline ranks.
+        virtual_stages: stages on each of them.
+        layers: layers of every stage; None to balance them.
+
+    Raises:
+        ValueError: for layers that do not add up, or less layers than stages.
+    """
+    num_stages = num_ranks * virtual_stages
+    if layers is not None and (len(layers) != num_stages or sum(layers) != shape.num_layers):
+        raise ValueError(
+            f"layers lists {len(layers)} stages with {sum(layers)} layers, but the model has {shape.num_layers} layers "
+            f"for {num_ranks} ranks x {virtual_stages} virtual stages"
+        )
+    return _ranges(layers or balanced_layers(shape, num_ranks, virtual_stages))
+
+
+def stages_of(topology: Topology, virtual_stages: int) -> range:
+    """The stages of this rank, of those dealt out in turn."""
+    return range(topology.pipeline_rank, topology.num_stages * virtual_stages, topology.num_stages)
+
+
+def _check_values(module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} tensors of this rank's stages have no values, they are on the meta device: "
+            f"{', '.join(empty)}. Load the model with from_pretrained in configure_model, or make it on the CPU"
+        )
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:

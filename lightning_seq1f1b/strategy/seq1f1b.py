@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,23 +21,26 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_seq1f1b.models import facade
+from lightning_seq1f1b.models import facade, generation
+from lightning_seq1f1b.models.packing import PackedRows
 from lightning_seq1f1b.runtime.agreement import check_same_loss
 from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas, pipeline_norm
+from lightning_seq1f1b.runtime.objective import Objective
 from lightning_seq1f1b.runtime.pipeline import Pipeline
+from lightning_seq1f1b.runtime.step_result import StepResult
 from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.schedule.planner import Problem
 from lightning_seq1f1b.schedule.timeline import Event
 from lightning_seq1f1b.strategy.arguments import check_arguments
 from lightning_seq1f1b.strategy.as_asked import cut_as_asked, cutting_of, multiple_on
 from lightning_seq1f1b.strategy.bridge import bridge
+from lightning_seq1f1b.strategy.checkpoints import PipelineCheckpoints
 from lightning_seq1f1b.strategy.clipping import clip_over_stages
 from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
 from lightning_seq1f1b.strategy.data import share_batch, worker_seeds_by_replica
-from lightning_seq1f1b.strategy.gathering import gather_to_first
-from lightning_seq1f1b.strategy.optimizers import WholeGroup, check_groups, keep_local, local_state, whole_state
-from lightning_seq1f1b.strategy.processes import PipelineProcesses
+from lightning_seq1f1b.strategy.optimizers import keep_local
 from lightning_seq1f1b.strategy.report import describe, show_whole_model
+from lightning_seq1f1b.strategy.router_sharing import check_one_microbatch, share_router_sums
 from lightning_seq1f1b.strategy.supported import (
     callbacks_of,
     check_gradient_hooks,
@@ -49,7 +52,7 @@ from lightning_seq1f1b.strategy.supported import (
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Seq1F1BStrategy(PipelineProcesses):
+class Seq1F1BStrategy(PipelineCheckpoints):
     """Trains a Hugging Face causal language model over pipeline stages, its sequences cut into chunks.
 
     The module stays an ordinary LightningModule: `self.model(**batch).loss` runs the whole pipelined step and is the
@@ -83,6 +86,8 @@ class Seq1F1BStrategy(PipelineProcesses):
             Otherwise every process loads the same data, which is checked for every batch.
         trace: time every forward and backward; see `last_step` and `gather_trace`. On an accelerator this synchronises
             around each of them and costs speed.
+        evaluation_logits: in validation, test and prediction, give `outputs.logits` [rows, length, vocabulary] on every
+            rank, which each must have the memory for; batches then need no labels.
         process_group_backend: "nccl", "gloo" or another; chosen by the device by default.
         timeout: how long a rank waits for another one before it gives up.
 
@@ -106,6 +111,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         profile: str | None = None,
         broadcast_batch: bool = False,
         trace: bool = False,
+        evaluation_logits: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
@@ -116,12 +122,10 @@ class Seq1F1BStrategy(PipelineProcesses):
         self.schedule, self.partition = schedule, partition
         self.virtual_stages, self.memory_knob, self.activation_cap = virtual_stages, memory_knob, activation_cap
         self.layers, self.profile = layers, profile
-        self.broadcast_batch, self.trace = broadcast_batch, trace
+        self.broadcast_batch, self.trace, self.evaluation_logits = broadcast_batch, trace, evaluation_logits
         self.last_step: StepTrace | None = None
-        self._cut: CutModule | None = None
         self._problem: Problem | None = None
         self._pipeline: Pipeline | None = None
-        self._whole_groups: list[list[WholeGroup]] = []
         self._accumulating = self._zeroing_follows = self._loss_checked = False
         self._batch_idx = 0
 
@@ -179,7 +183,14 @@ class Seq1F1BStrategy(PipelineProcesses):
             loss_dtype(cut.model),
             device,
         )
-        facade.install(cut.model, self._step)
+        share_router_sums(cut, self._process_groups.pipeline)
+        packed = PackedRows.of(cut.model, cut.split.probe)
+        facade.install(cut.model, self._step, evaluation_logits=self.evaluation_logits, packed=packed)
+        generation.install(cut.model, cut.stages, self._pipeline, self._fail)
+
+    def _fail(self) -> None:
+        """Ranks are at different places: no collective can work any more."""
+        self._broken = True
 
     def _agree_on_copies(self, cut: CutModule) -> None:
         """Make weights that several ranks hold equal, whatever each rank's program has put there."""
@@ -264,7 +275,7 @@ class Seq1F1BStrategy(PipelineProcesses):
         finally:
             self._zeroing_follows = False
 
-    def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _step(self, batch: Mapping[str, Tensor], objective: Objective | None = None) -> StepResult:
         """What calling the language model does: the whole pipelined step, forward only where gradients are off."""
         assert self._cut is not None
         assert self._pipeline is not None
@@ -272,15 +283,21 @@ class Seq1F1BStrategy(PipelineProcesses):
         trace = StepTrace(self.topology.pipeline_rank, self.root_device) if self.trace else None
         stash = GradientStash(self._cut.module.parameters())
         check_gradient_hooks(self._cut.module)
+        if objective is None or objective.own_loss:
+            check_one_microbatch(self._cut, len(batch["input_ids"]), self._pipeline.cutting.num_microbatches)
         try:
             if training:
                 stash.set_aside(keep=not self._zeroing_follows)
-            loss = self._pipeline.run(batch, training=training, trace=trace)
+            result = self._pipeline.run(batch, training=training, trace=trace, objective=objective)
         except BaseException:
             self._broken = True  # ranks are at different places: no collective can work any more
             raise
         self.last_step = trace
-        return bridge(loss, stash.take()) if training else loss
+        fresh = stash.take() if training else []
+        if not result.trained:
+            return result
+        assert result.loss is not None, "every training step asks for one"
+        return replace(result, loss=bridge(result.loss, fresh))
 
     def _about_to_be_zeroed(self) -> bool:
         """Whether Lightning zeroes the gradients right after this training step, with nobody to see them before.
@@ -304,6 +321,11 @@ class Seq1F1BStrategy(PipelineProcesses):
         """
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
+        if not closure_loss.requires_grad:
+            raise ValueError(
+                f"there is nothing to train: the loss of {type(module).__name__} depends on no parameter that requires "
+                "a gradient. Unfreeze some of them, or return the model's loss without detaching it"
+            )
         if not self._loss_checked:
             check_same_loss(closure_loss, self._process_groups.control)
             self._loss_checked = True
@@ -337,60 +359,3 @@ class Seq1F1BStrategy(PipelineProcesses):
         everyone: list[list[Event]] = [[] for _ in self.topology.pipeline_ranks]
         dist.all_gather_object(everyone, self.last_step.events, group=self._process_groups.control)
         return [event for events in everyone for event in events]
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state dict on rank 0, on the CPU, with the keys of one device; empty elsewhere."""
-        cut = self._cut
-        if cut is None:
-            return super().lightning_module_state_dict()
-        gathered = self._gather(cut.own_state())
-        return {} if gathered is None else cut.merged_state(gathered)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict: into the whole module before it is cut, else this rank's part of it."""
-        if self._cut is None or not self._cut.is_of(self.lightning_module):
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            self._cut.load_state(checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state over the whole model on rank 0, as one device saves it; empty elsewhere."""
-        assert self._cut is not None
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        place = next(index for index, own in enumerate(self.optimizers) if own is optimizer)
-        check_groups(optimizer, self._whole_groups[place])
-        entries = {
-            (name, key): value
-            for name, parameter in self._cut.counted_names().items()
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
-        gathered = self._gather(entries)
-        if gathered is None:
-            return {}
-        by_name: dict[str, dict[str, Any]] = {}
-        for (name, key), value in gathered.items():
-            by_name.setdefault(name, {})[key] = value
-        return whole_state(optimizer, self._whole_groups[place], by_name)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore this rank's part of the saved optimizers."""
-        assert self._cut is not None
-        local = dict(self._cut.module.named_parameters())
-        states = checkpoint["optimizer_states"]
-        for optimizer, saved, whole in zip(self.optimizers, states, self._whole_groups, strict=True):
-            optimizer.load_state_dict(local_state(saved, whole, local))
-
-    def _gather(self, values: dict[Any, Any]) -> dict[Any, Any] | None:
-        """The first replica's entries on rank 0; None elsewhere."""
-        if self._broken:
-            raise RuntimeError("nothing can be saved after a failed step: the ranks stand at different places")
-        if self.topology.replica > 0:
-            return None
-        return gather_to_first(values, self._process_groups.control, self.topology.pipeline_ranks)

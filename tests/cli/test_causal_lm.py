@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import lightning as L
@@ -203,3 +204,23 @@ def test_rows_beyond_the_models_positions_are_refused(tmp_path):
     config = {**TINY, "vocab_size": VOCAB_SIZE}
     with pytest.raises(ValueError, match=r"sequence_length is 65, but the model has 64 positions"):
         trainer(max_epochs=1).fit(CausalLM(config=config), documents(tmp_path, 65))
+
+
+def test_remote_code_is_refused_unless_asked(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {
+        "model_type": "of_ones_own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'of_ones_own'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    with pytest.raises(ValueError, match=r"contains custom code(.|\n)*`trust_remote_code=True`"):
+        CausalLM(str(tmp_path)).configure_model()
+    module = CausalLM(str(tmp_path), trust_remote_code=True)
+    module.configure_model()
+    assert type(module.model).__module__.startswith("transformers_modules")

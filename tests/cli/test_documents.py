@@ -10,6 +10,8 @@ import torch
 from support.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
 from lightning_seq1f1b import LongDocuments
+from lightning_seq1f1b.cli.shuffling import LengthGroups
+from lightning_seq1f1b.runtime.documents import document_starts
 
 LENGTH = 8
 
@@ -167,11 +169,62 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(tokenizer, tmp_path):
         data.setup("fit")
 
 
+def test_documents_can_be_packed(tokenizer, tmp_path):
+    for index, size in enumerate((3, 6, 2, 4, 17)):
+        (tmp_path / f"{index}.txt").write_text(chr(ord("a") + index) * size)
+    data = LongDocuments(
+        str(tmp_path / "*.txt"), tokenizer, sequence_length=LENGTH, batch_size=9, documents="pack", append_eos=False
+    )
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert batch.keys() == {"input_ids", "position_ids", "labels"}
+    assert batch["input_ids"].shape == (5, LENGTH)  # 3 + 6 + 2 + 4 tokens, and 17 in pieces of 8, 8 and 3
+    starts = document_starts(batch["position_ids"])
+    assert (batch["labels"][starts] == -100).all()
+    inside = ~starts[:, 1:]
+    assert (batch["input_ids"][:, 1:] == batch["input_ids"][:, :-1])[inside].all(), "one letter in a document"
+    supervised = batch["labels"][:, 1:] != -100
+    assert int(supervised.sum()) == 2 + 5 + 1 + 3 + 16
+
+
+def test_rows_can_be_padded_to_the_longest_of_their_batch_only(tokenizer, tmp_path):
+    for index, size in enumerate((3, 6, 2, 4)):
+        (tmp_path / f"{index}.txt").write_text("x" * size)
+    data = LongDocuments(
+        str(tmp_path / "*.txt"),
+        tokenizer,
+        sequence_length=64,
+        batch_size=2,
+        append_eos=False,
+        padding="longest",
+        group_by_length=True,
+    )
+    data.setup("fit")
+    assert sorted(batch["input_ids"].shape[1] for batch in data.train_dataloader()) == [3, 6]
+    assert isinstance(data.train_dataloader().sampler, LengthGroups)
+
+
+def test_bad_rows_are_left_out_with_one_word(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": "cut o\n{"txt": "abc"}\n{"text": "abcd"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not valid JSON"):
+        LongDocuments(str(path), tokenizer, sequence_length=LENGTH).setup("fit")
+    data = LongDocuments(str(path), tokenizer, sequence_length=LENGTH, bad_rows="skip")
+    with pytest.warns(UserWarning, match=r"2 bad row\(s\) of .* are left out; the first: .*:2: not valid JSON") as said:
+        data.setup("fit")
+    assert len([warning for warning in said if "bad row" in str(warning.message)]) == 1
+    assert len(data.train_rows) == 2
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ({"sequence_length": 1}, "sequence_length must be at least 2"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"documents": "fold"}, "documents must be one of cut, truncate, pack, not 'fold'"),
+        ({"padding": "none"}, "padding must be one of length, longest"),
+        ({"bad_rows": "hide"}, "bad_rows must be one of error, skip"),
+        ({"group_by_length": True, "shuffle": False}, "leave shuffle=True"),
         ({"num_workers": -1}, "num_workers must not be negative"),
         ({"validation": 1.0}, r"validation as a share of the documents must be in \[0, 1\)"),
         ({"test": -0.1}, r"test as a share of the documents must be in \[0, 1\)"),

@@ -124,3 +124,47 @@ def test_patterns_without_a_file_are_refused(tmp_path):
         find_files([f"{tmp_path}/*.txt"])
     with pytest.raises(ValueError, match=r"names a directory: write '.*/\*\*/\*'"):
         find_files([str(tmp_path)])
+
+
+def test_bad_rows_can_be_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [b'{"text": "a"}', b'{"text": "cut off', b'{"text": "\xff"}', b"[1]", b'{"txt": 1}', b'{"text": "b"}']
+    path.write_bytes(b"\n".join(lines))
+    bad: list[ValueError] = []
+    assert list(read_documents(path, FIELDS, bad.append)) == [Document("a"), Document("b")]
+    assert [str(error).removeprefix(str(path))[:3] for error in bad] == [":2:", ":3:", ":4:", ":5:"]
+    assert "not UTF-8 text: invalid start byte at byte 10 of the line" in str(bad[1])
+
+
+def test_a_text_file_that_is_no_text_can_be_left_out(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc\xff")
+    bad: list[ValueError] = []
+    assert list(read_documents(path, FIELDS, bad.append)) == []
+    assert len(bad) == 1
+
+
+def test_the_readable_part_of_a_damaged_parquet_file_can_be_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [str(number) * 50 for number in range(30)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=10, use_dictionary=False)
+    with pyarrow.parquet.ParquetFile(path) as file:
+        start = file.metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = bytes(40)
+    path.write_bytes(content)
+    bad: list[ValueError] = []
+    assert len(list(read_documents(path, FIELDS, bad.append))) == 20
+    (error,) = bad
+    assert "the rows from 11 on, row group 1, are not readable" in str(error)
+    with pytest.raises(ValueError, match="row group 1, are not readable"):
+        read(path)
+
+
+def test_a_truncated_parquet_file_can_be_left_out(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    bad: list[ValueError] = []
+    assert list(read_documents(path, FIELDS, bad.append)) == []
+    assert len(bad) == 1

@@ -68,6 +68,16 @@ def test_the_plain_trainer_script_gives_the_loss_of_one_device(model, tmp_path):
     assert losses["2"] == pytest.approx(losses["1"], abs=5e-6)
 
 
+def test_preferences_give_the_loss_of_one_device(model, tmp_path):
+    command = [sys.executable, EXAMPLES / "preferences.py", "--model", model]
+    losses = {}
+    for devices in ("2", "1"):
+        output = succeed([*command, "--devices", devices], tmp_path)
+        losses[devices] = float(re.search(r"train_loss of the last step: ([\d.]+)", output)[1])
+    assert losses["2"] == pytest.approx(losses["1"], abs=5e-6)
+    assert losses["2"] < 0.69, "below ln 2, where an adapter starts"
+
+
 def test_prompts_and_answers_under_torchrun(model, tmp_path):
     options = [*smaller(model, tmp_path), f"--data.files={EXAMPLES / 'prompt_answer.jsonl'}"]
     options += ["--data.sequence_length=160", "--model.learning_rate=1e-2"]

@@ -39,6 +39,20 @@ def test_update_returns_the_prefix_or_what_a_window_reaches(window: int | None) 
         assert cache.get_seq_length() == cache.get_query_offset() == span.start
 
 
+def test_without_gradients_only_layers_with_a_window_drop_what_is_behind_it() -> None:
+    microbatch = state("gemma3_text")
+    windows = [microbatch.window(layer) for layer in range(4)]
+    assert set(windows) == {None, 11}
+    with torch.no_grad():
+        for index, span in enumerate(SPANS):
+            for layer in range(4):
+                microbatch.chunk(index, span).update(*keys_and_values(span), layer)
+    token = sum(states[:, :, :1].nbytes for states in keys_and_values(SPANS[0]))
+    for layer, window in enumerate(windows):
+        held = SPANS[-1].stop if window is None else window - 1 + SPANS[-1].length
+        assert microbatch.buffer("attention", layer).nbytes() == held * token
+
+
 def test_a_chunk_that_is_run_twice_is_refused() -> None:
     microbatch = state("llama")
     for index, span in enumerate(SPANS[:2]):

@@ -15,8 +15,11 @@ from transformers import PreTrainedModel
 
 from lightning_seq1f1b.models.facade import install, original_forward
 from lightning_seq1f1b.models.split import cut
+from lightning_seq1f1b.runtime.objective import EvaluationLogits, Objective
+from lightning_seq1f1b.runtime.step_result import StepResult
 
 LOSS = torch.tensor(4.2)
+RESULT = StepResult(LOSS)
 
 
 def installed(family: str = "llama", stage: int | None = None) -> tuple[PreTrainedModel, list[dict[str, Tensor]]]:
@@ -26,9 +29,9 @@ def installed(family: str = "llama", stage: int | None = None) -> tuple[PreTrain
         cut(model, [stage], LAYER_RANGES)
     batches: list[dict[str, Tensor]] = []
 
-    def run(batch: dict[str, Tensor]) -> Tensor:
+    def run(batch: dict[str, Tensor], objective: Objective | None) -> StepResult:
         batches.append(batch)
-        return LOSS
+        return RESULT
 
     install(model, run)
     return model, batches
@@ -80,12 +83,40 @@ def test_the_output_has_no_logits() -> None:
     assert not hasattr(output, "hidden_states")
 
 
+def test_evaluation_with_logits_needs_no_labels() -> None:
+    model, asked = tiny_model("llama"), []
+    logits = torch.randn(2, 48, 97)
+
+    def run(batch: dict[str, Tensor], objective: Objective | None) -> StepResult:
+        asked.append((sorted(batch), type(objective)))
+        return StepResult(None if objective else LOSS, logits=logits if objective else None)
+
+    install(model, run, evaluation_logits=True)
+    batch = tiny_batch()
+    with torch.no_grad():
+        output = model(input_ids=batch["input_ids"])
+    assert output.loss is None
+    assert output.logits is output["logits"] is output[0] is logits
+    assert model(**batch).loss is LOSS
+    assert asked == [(["input_ids"], EvaluationLogits), (["input_ids", "labels"], type(None))]
+    with pytest.raises(ValueError, match="a batch without labels"):
+        model(input_ids=batch["input_ids"])
+
+
+def test_a_loss_function_set_after_the_cut_is_tried() -> None:
+    model, batches = installed()
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    with pytest.raises(ValueError, match="does not add up over chunks"):
+        model(**tiny_batch())
+    assert not batches
+
+
 def test_the_original_forward_stays_behind_every_new_facade() -> None:
     model = tiny_model("llama")
     batch = tiny_batch()
     expected = model(**batch).loss
-    install(model, lambda _: LOSS)
-    install(model, lambda _: LOSS + 1)
+    install(model, lambda *_: RESULT)
+    install(model, lambda *_: StepResult(LOSS + 1))
     assert model(**batch).loss == LOSS + 1
     assert torch.equal(original_forward(model)(**batch).loss, expected)
 
@@ -97,7 +128,7 @@ def test_a_forward_set_on_the_model_itself_is_kept() -> None:
         return "mine"
 
     model.forward = forward
-    install(model, lambda _: LOSS)
+    install(model, lambda *_: RESULT)
     assert original_forward(model) is forward
 
 
@@ -116,7 +147,6 @@ def test_a_forward_set_on_the_model_itself_is_kept() -> None:
         ({"labels": torch.zeros(2, 48)}, "labels are whole numbers, not torch.float32"),
         ({"attention_mask": torch.ones(2, 1, 48, 48)}, r"attention_mask has the shape \[2, 1, 48, 48\]"),
         ({"position_ids": torch.arange(48)}, r"position_ids have the shape \[48\], input_ids \[2, 48\]"),
-        ({"position_ids": torch.arange(24).repeat(2)[None]}, "rows packed with several documents"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -190,12 +190,6 @@ FURTHER_FAMILIES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FURTHER_FAMILIES)
-def test_further_families(family: str) -> None:
-    assert compare(tiny_model(family), tiny_batch()) < TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FURTHER_FAMILIES)
 def test_two_stages_on_a_rank_and_a_split_backward_in_further_families(family: str) -> None:
     model, batch = six_layers(family), tiny_batch()
     with float64_throughout():

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_seq1f1b.runtime.batching import IGNORE_INDEX, cut_batch, needed_mask, shift_labels, split_rows
+from lightning_seq1f1b.runtime.batching import (
+    IGNORE_INDEX,
+    cut_batch,
+    cut_groups,
+    needed_mask,
+    row_ends,
+    shift_labels,
+)
+from lightning_seq1f1b.runtime.row_groups import RowGroup, group_rows, split_rows
 from lightning_seq1f1b.schedule.partition import even
 from lightning_seq1f1b.schedule.spans import Span
 
@@ -88,3 +96,97 @@ def test_a_kept_mask_reaches_from_the_start_to_the_chunk_end():
         [[0, 0, 1, 1]],
         [[0, 0, 1, 1, 1, 1]],
     ]
+
+
+def test_rows_end_where_nothing_but_padding_follows():
+    ids = torch.ones(4, 6, dtype=torch.long)
+    real = mask([1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0] * 6, [1, 0, 0, 0, 0, 0])
+    labels = torch.full((4, 6), IGNORE_INDEX)
+    assert row_ends({"input_ids": ids, "attention_mask": real, "labels": labels}) == [3, 6, 1, 1]
+    labels[3, 4] = 7  # predicted at token 3, which is padding
+    assert row_ends({"input_ids": ids, "attention_mask": real, "labels": labels}) == [3, 6, 1, 4]
+    assert row_ends({"input_ids": ids, "labels": labels}) == [6] * 4
+
+
+def test_packed_rows_end_before_documents_of_one_token():
+    positions = mask([0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0], [0] * 6, [0, 1, 2, 3, 4, 5])
+    batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "position_ids": positions}
+    assert row_ends(batch) == [5, 2, 1, 6]
+    labels = torch.full((4, 6), IGNORE_INDEX)
+    labels[1, 3] = 7
+    assert row_ends({**batch, "labels": labels}) == [5, 3, 1, 6]
+
+
+@given(ends=st.lists(st.integers(1, 9), min_size=1, max_size=9), wanted=st.one_of(st.none(), st.integers(1, 10)))
+def test_microbatches_come_longest_first_and_equal_rows_in_their_order(ends, wanted):
+    groups = group_rows(ends, wanted)
+    order = [row for group in groups for row in group.rows]
+    assert sorted(order) == list(range(len(ends)))
+    assert [(-ends[row], row) for row in order] == sorted((-end, row) for row, end in enumerate(ends))
+    assert [group.length for group in groups] == [max(ends[row] for row in group.rows) for group in groups]
+    if len(set(ends)) == 1:
+        assert [group.rows for group in groups] == [tuple(range(*bounds)) for bounds in split_rows(len(ends), wanted)]
+
+
+def ragged():
+    ids = torch.arange(18).view(3, 6)
+    real = mask([1, 1, 0, 0, 0, 0], [1] * 6, [1, 1, 1, 1, 0, 0])
+    return {"input_ids": ids, "labels": ids.masked_fill(real == 0, IGNORE_INDEX), "attention_mask": real}
+
+
+def test_microbatches_have_lengths_and_chunks_of_their_own():
+    batch = {**ragged(), "extra": torch.arange(36).view(3, 6, 2)}
+    groups = group_rows(row_ends(batch), None)
+    spans = [even(group.length, chunks) for group, chunks in zip(groups, (3, 2, 1), strict=True)]
+    cut = cut_groups(batch, groups, spans)
+    assert [microbatch.rows_of_batch for microbatch in cut] == [(1,), (2,), (0,)]
+    assert [microbatch.length for microbatch in cut] == [6, 4, 2]
+    assert [len(microbatch.chunks) for microbatch in cut] == [3, 2, 1]
+    for microbatch in cut:
+        (row,) = microbatch.rows_of_batch
+        for chunk in microbatch.chunks:
+            tokens = slice(chunk.span.start, chunk.span.stop)
+            assert torch.equal(chunk.input_ids[0], batch["input_ids"][row, tokens])
+            assert torch.equal(chunk.extras["extra"][0], batch["extra"][row, tokens])
+            assert chunk.attention_mask is None
+            assert chunk.real.all()
+            assert (chunk.length, int(chunk.loss_denominator)) == (microbatch.length, 5 + 3 + 1)
+    assert {int(microbatch.last_position) for microbatch in cut} == {5}, "as on one device, padding included"
+
+
+def test_only_a_microbatch_that_needs_its_mask_has_one():
+    real = mask([1, 1, 1, 0], [0, 1, 1, 1])
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": real}
+    batch["labels"] = torch.full((2, 4), IGNORE_INDEX)
+    left, right = cut_groups(batch, group_rows(row_ends(batch), None), [even(4, 2), even(3, 1)])
+    assert left.chunks[1].attention_mask.tolist() == [[0, 1, 1, 1]]
+    assert left.chunks[1].position_ids is None
+    assert right.chunks[0].attention_mask is None
+    assert right.chunks[0].position_ids.tolist() == [[0, 1, 2]]
+
+
+def test_packed_documents_are_told_by_the_place_of_their_first_token():
+    positions = mask([0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5])
+    batch = {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": positions}
+    packed, plain = cut_batch(batch, None, even(6, 2))
+    assert [chunk.first_key.tolist() for chunk in packed.chunks] == [[[0, 0, 0]], [[3, 3, 5]]]
+    assert packed.chunks[0].first_key.dtype == torch.int32
+    assert [chunk.first_key for chunk in plain.chunks] == [None, None]
+    (together,) = cut_batch(batch, 1, even(6, 1))
+    assert together.chunks[0].first_key.tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
+    padded = {**batch, "attention_mask": mask([1, 1, 1, 0, 0, 0], [1] * 6)}
+    assert {chunk.first_key for part in cut_batch(padded, None, even(6, 2)) for chunk in part.chunks} == {None}
+
+
+def test_one_row_of_positions_is_that_of_all():
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "position_ids": mask([0, 1, 0, 1])}
+    cut = cut_groups(batch, (RowGroup((1, 0), 4),), (even(4, 1),))
+    assert cut[0].chunks[0].first_key.tolist() == [[0, 0, 2, 2]] * 2
+    assert cut[0].chunks[0].position_ids.tolist() == [[0, 1, 0, 1]] * 2
+
+
+def test_loss_weights_move_with_the_labels():
+    batch = {**ragged(), "loss_weights": torch.arange(18.0).view(3, 6)}
+    (cut,) = cut_batch(batch, 1, even(6, 1))
+    assert torch.equal(cut.chunks[0].extras["loss_weights"][:, :-1], batch["loss_weights"][:, 1:])
+    assert (cut.chunks[0].extras["loss_weights"][:, -1] == 0).all()

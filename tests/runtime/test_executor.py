@@ -148,6 +148,41 @@ def test_a_frozen_first_stage_needs_no_backward_of_its_own():
         torch.testing.assert_close(parameter.grad, expected[1, name], rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"),
+    [("seq1f1b", 4), ("seq1f1b_zb", 4), ("gpipe", 4), ("interleaved_seq1f1b", 2), ("interleaved_seq1f1b_zb", 2)],
+)
+def test_stages_before_the_first_trained_one_run_forwards_alone(schedule, num_ranks, first, monkeypatch):
+    _, expected = whole(4)
+    stages = toy_stages(4)
+    for stage in stages[:first]:
+        stage.requires_grad_(False)
+    plan = make_plan(schedule, num_ranks, 3, 2, virtual_stages=4 // num_ranks, first_trained_stage=first)
+    buffers, traces = watch_buffers(monkeypatch), [StepTrace(rank, torch.device("cpu")) for rank in range(num_ranks)]
+    run(stages, schedule, 3, 2, num_ranks=num_ranks, plan=plan, traces=traces)
+    for (index, name), gradient in gradients(stages).items():
+        if index < first:
+            assert gradient is None
+        else:
+            torch.testing.assert_close(gradient, expected[index, name], rtol=1e-11, atol=1e-14)
+    done = [event.action for trace in traces for event in trace.events]
+    assert {action.stage for action in done if action.kind is not Kind.F} == set(range(first, 4))
+    assert not any(buffer.nbytes() for buffer in buffers)
+
+
+def watch_buffers(monkeypatch):
+    """Every KV buffer that is made from now on."""
+    buffers, init = [], kv_buffer.KVBuffer.__init__
+
+    def watched(self, length):
+        buffers.append(self)
+        init(self, length)
+
+    monkeypatch.setattr(kv_buffer.KVBuffer, "__init__", watched)
+    return buffers
+
+
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("schedule", ["interleaved_seq1f1b", "interleaved_seq1f1b_zb", "forward"])
 def test_nothing_is_alive_after_a_step(schedule, virtual_stages, monkeypatch):

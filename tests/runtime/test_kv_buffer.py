@@ -43,7 +43,7 @@ ATTENTIONS = [attend, accumulating, half_and_half]
 
 def chunked(query, key, value, window=None, attention=attend, recompute=False):
     """Forward all chunks, backward them last first; returns the outputs and the gradients of query, key, value."""
-    buffer = KVBuffer(LENGTH)
+    buffer = KVBuffer(LENGTH, window)
     leaves, outputs = [], []
 
     def run(start, lowest, query, key, value):
@@ -236,6 +236,37 @@ def test_reads_are_views_of_one_buffer_and_close_frees_it():
     assert buffer.nbytes() == 2 * key.nbytes
     buffer.close()
     assert buffer.nbytes() == 0
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_without_gradients_a_window_is_all_that_is_held(window):
+    query, key, value = inputs()
+    expected = attend(query, key, value, window)
+    buffer, outputs = KVBuffer(LENGTH, window), []
+    with torch.no_grad():
+        for start, stop in CHUNKS:
+            lowest = max(0, start - window + 1)
+            keys, values = buffer.append(start, lowest, key[:, :, start:stop], value[:, :, start:stop])
+            assert torch.equal(keys, key[:, :, lowest:stop])
+            outputs.append(attend(query[:, :, start:stop], keys, values, window))
+            held = buffer.nbytes() / (key.nbytes + value.nbytes) * LENGTH
+            assert held == stop - lowest <= window - 1 + stop - start
+    torch.testing.assert_close(torch.cat(outputs, 2), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_accumulators_hold_what_a_window_reaches(window, attention):
+    buffer, outputs = KVBuffer(LENGTH, window), []
+    for start, stop in CHUNKS:
+        query, key, value = (tensor[:, :, start:stop].requires_grad_() for tensor in inputs())
+        keys, values = buffer.append(start, max(0, start - window + 1), key, value)
+        outputs.append(attention(query, keys, values, window))
+    both = buffer.nbytes()
+    for output, (start, _) in reversed(list(zip(outputs, CHUNKS, strict=True))):
+        output.sum().backward()
+        reached = start - max(0, start - window + 1)
+        assert buffer.nbytes() == (both + both // LENGTH * reached if start else 0)
 
 
 def test_key_and_value_sizes_may_differ():

@@ -1,7 +1,6 @@
 """The memory curve against intervals added up one by one, and its peak against the order alone."""
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_seq1f1b.schedule.actions import Action, Kind, Unit
 from lightning_seq1f1b.schedule.codes import Codes
 from lightning_seq1f1b.schedule.memory_curve import UnitSizes, memory_over_time, peaks
-from lightning_seq1f1b.schedule.plan import make_plan
+from lightning_seq1f1b.schedule.plan import Plan, make_plan
 from lightning_seq1f1b.schedule.simulate import Costs, simulate
 from lightning_seq1f1b.schedule.timeline import Event
 
@@ -48,6 +47,7 @@ SIZES = UnitSizes(
     activations=((100.0, 60.0), (90.0, 50.0)), deferred=((30.0, 20.0), (80.0, 70.0)), keys_values=((8.0, 4.0),) * 2
 )
 SPLIT = "0F0.0 0F0.1 1F0.0 1F0.1 1I0.1 0F1.0 1I0.0 1W0.1 0I0.1 1W0.0 0F1.1 0I0.0 0W0.1 0W0.0"
+FUSED = "0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 0F1.0 1B0.0 0B0.1 0F1.1 0B0.0"
 
 
 def test_a_split_backward_by_hand() -> None:
@@ -57,7 +57,7 @@ def test_a_split_backward_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("texts", [SPLIT, SPLIT.replace("I", "B").split(" 1W")[0], "0F0.0 0F0.1 0B0.1 0B0.0"])
+@pytest.mark.parametrize("texts", [SPLIT, FUSED, "0F0.0 0F0.1 0B0.1 0B0.0"])
 def test_the_curve_is_the_sum_of_the_intervals(texts: str) -> None:
     events = row(texts)
     (curve,) = memory_over_time(events, 1, SIZES)
@@ -114,8 +114,8 @@ def test_the_peak_of_the_order_is_the_peak_of_the_curve(data: st.DataObject) -> 
     times = [data.draw(st.integers(0, 2)) for _ in order]
     events = [Event(0, action, sum(times[:index]), sum(times[: index + 1])) for index, action in enumerate(order)]
     (curve,) = memory_over_time(events, 1, sizes)
-    codes = Codes(2, 2, num_chunks)
-    plan = SimpleNamespace(trains=True, num_microbatches=2, compute_rows=(codes.encode_row(order),))
+    codes = Codes(2, (num_chunks, num_chunks))
+    plan = Plan("by hand", codes.chunks, (0, 0), (codes.encode_row(order),))
     assert peaks(plan, sizes) == [max((level for _, level in curve), default=0)]
     assert not curve or curve[-1][1] == 0
 

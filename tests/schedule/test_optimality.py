@@ -1,5 +1,7 @@
 """A constraint solver, told only the dependencies and the memory, finds nothing shorter than our plans."""
 
+from itertools import pairwise
+
 import pytest
 
 from lightning_seq1f1b.schedule.plan import make_plan
@@ -10,7 +12,7 @@ cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="needs OR-t
 
 
 def shortest_makespan(
-    p: int, v: int, m: int, k: int, times: tuple[int, int, int], split: bool, cap: int, horizon: int
+    p: int, v: int, chunks: tuple[int, ...], times: tuple[int, int, int], split: bool, cap: int, horizon: int
 ) -> int:
     """The proven optimum over all orders on all ranks; the model restates the dependencies, and reads no plan."""
     model = cp_model.CpModel()
@@ -22,7 +24,7 @@ def shortest_makespan(
         (kind, s, i, c): model.new_int_var(0, horizon - length[kind], "")
         for kind in length
         for s in stages
-        for i in range(m)
+        for i, k in enumerate(chunks)
         for c in range(k)
     }
     makespan = model.new_int_var(0, horizon, "")
@@ -35,6 +37,7 @@ def shortest_makespan(
         if kind == "F":
             before = [("F", s - 1, i, c)] * (s > 0) + [("F", s, i, c - 1)] * (c > 0)
         elif kind == "B":
+            k = chunks[i]
             before = [("B", s + 1, i, c)] * (s + 1 < p * v) + [("B", s, i, c + 1)] * (c + 1 < k) + [("F", s, i, k - 1)]
         else:
             before = [("B", s, i, c)]
@@ -48,9 +51,10 @@ def shortest_makespan(
             size = model.new_int_var(0, horizon, "")
             lives.append(model.new_interval_var(start["F", s, i, c], size, end("W" if split else "B", s, i, c), ""))
         model.add_cumulative(lives, [1] * len(lives), cap)
-    for s in stages:  # microbatches are alike: their order is free
-        for i in range(m - 1):
-            model.add(start["F", s, i, 0] <= start["F", s, i + 1, 0])
+    for s in stages:  # of microbatches that are alike the order is free
+        for i, (k, following) in enumerate(pairwise(chunks)):
+            if k == following:
+                model.add(start["F", s, i, 0] <= start["F", s, i + 1, 0])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = 120
@@ -60,21 +64,26 @@ def shortest_makespan(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "m", "k", "v", "times", "cap"),
+    ("schedule", "p", "chunks", "v", "times", "cap"),
     [
-        ("seq1f1b", 3, 2, 3, 1, (2, 2, 2), 5),
-        ("seq1f1b", 3, 2, 3, 1, (2, 2, 2), 4),
-        ("seq1f1b_zb", 3, 2, 3, 1, (2, 2, 2), 4),
-        ("seq1f1b_zb", 3, 2, 3, 1, (3, 5, 2), 7),  # where the formula asks for more weight gradients than there are
-        ("interleaved_seq1f1b_zb", 2, 2, 4, 2, (1, 1, 1), 9),
+        ("seq1f1b", 3, (3, 3), 1, (2, 2, 2), 5),
+        ("seq1f1b", 3, (3, 3), 1, (2, 2, 2), 4),
+        ("seq1f1b", 3, (4, 1, 1), 1, (2, 2, 2), 6),
+        ("seq1f1b_zb", 3, (3, 3), 1, (2, 2, 2), 4),
+        ("seq1f1b_zb", 3, (3, 3), 1, (3, 5, 2), 7),  # where the formula asks for more weight gradients than there are
+        ("seq1f1b_zb", 3, (3, 2, 1), 1, (2, 2, 2), 5),
+        ("interleaved_seq1f1b_zb", 2, (4, 4), 2, (1, 1, 1), 9),
+        ("interleaved_seq1f1b", 2, (3, 2, 1), 2, (1, 1, 1), 7),
     ],
 )
 def test_nothing_is_shorter(
-    schedule: str, p: int, m: int, k: int, v: int, times: tuple[int, int, int], cap: int
+    schedule: str, p: int, chunks: tuple[int, ...], v: int, times: tuple[int, int, int], cap: int
 ) -> None:
-    units = UnitTimes(*(((time,) * k,) * (p * v) for time in times))
-    knob = 2 if cap > v * k + p - 1 else 1
-    plan = make_plan(schedule, p, m, k, virtual_stages=v, memory_knob=knob, activation_cap=cap, times=units)
+    units = UnitTimes(*(((time,) * max(chunks),) * (p * v) for time in times))
+    knob = 2 if cap > v * max(chunks) + p - 1 else 1
+    plan = make_plan(
+        schedule, p, len(chunks), chunks, virtual_stages=v, memory_knob=knob, activation_cap=cap, times=units
+    )
     ours = simulate(plan, units)
     assert max(ours.peak_units) <= cap
-    assert ours.makespan == shortest_makespan(p, v, m, k, times, plan.splits_backward, cap, int(ours.makespan))
+    assert ours.makespan == shortest_makespan(p, v, chunks, times, plan.splits_backward, cap, int(ours.makespan))

@@ -149,11 +149,6 @@ class SavesItself(FineTune):
         self.model.save_pretrained("nowhere")
 
 
-class Generates(FineTune):
-    def on_train_batch_start(self, batch, batch_idx):
-        self.model.generate(batch["input_ids"][:, :3], max_new_tokens=1)
-
-
 class OneItemTensor(FineTune):
     def training_step(self, batch, batch_idx):
         return self.model(**batch, num_items_in_batch=torch.tensor([3, 4])).loss
@@ -174,12 +169,11 @@ class GrowsGroups(FineTune):
 
 
 REFUSED = {
-    OwnLoss: "has a loss_function of its own",
+    OwnLoss: "does not add up over chunks",
     Penalty: "loss differs between the stages",
     StepsInBackward: "register_post_accumulate_grad_hook",
     CallsTheTrunk: r"call self.model\(\*\*batch\), not one of its parts",
-    SavesItself: "would write this stage's part only",
-    Generates: "load a checkpoint on one device to generate",
+    SavesItself: "trainer.strategy.save_pretrained(directory)",
     OneItemTensor: "num_items_in_batch is one number",
     EvaluatesOnOneRank: "'gradients enabled' is rank 0",
     GrowsGroups: "groups added while training cannot be saved",

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from support.exact_training import MODELS, Run, largest_difference, train, train_all
+from support.exact_training import Run, largest_difference, train, train_all
 from support.processes import ProcessFailedError, run_processes
 
 TOLERANCE = 1e-10
@@ -39,14 +39,19 @@ KNOBS = (
     case("lora", "seq1f1b_zb", 4, 1, num_microbatches=1, memory_knob=2),
     case("tied", "seq1f1b", 4, 1, activation_cap=4, partition=(5, 11, 3, 14)),
 )
+ROUTERS = (
+    case("routers", "interleaved_seq1f1b_zb", 3, 2, num_microbatches=1),
+    case("routers", "interleaved_seq1f1b", 4, 1, num_microbatches=1, partition=(5, 11, 3, 14)),
+)
 ONE_RANK = (
-    *(case(model, schedule, num_chunks, 2) for model in MODELS for schedule, num_chunks in TWO_STAGES),
+    *(case(name, schedule, chunks, 2) for name in ("tied", "lora", "gpt2") for schedule, chunks in TWO_STAGES),
+    *ROUTERS,
     case("tied", "interleaved_seq1f1b", 3, 8),
 )
 CASES = {
     1: ONE_RANK,
-    2: (*FAMILY, *KNOBS),
-    3: (*FAMILY, FEWER_CHUNKS_THAN_RANKS),
+    2: (*FAMILY, *KNOBS, *ROUTERS),
+    3: (*FAMILY, FEWER_CHUNKS_THAN_RANKS, *ROUTERS),
     4: (*FAMILY, FEWER_CHUNKS_THAN_RANKS),
 }
 """What is trained, by the number of ranks."""

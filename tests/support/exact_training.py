@@ -44,8 +44,10 @@ MODELS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "tied": (Model, {"tie_word_embeddings": True}),
     "lora": (Adapted, {}),
     "gpt2": (Model, {"family": "gpt2", "tie_word_embeddings": False}),
+    "routers": (Model, {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}),
 }
-"""Modules by name, with arguments of theirs. GPT-2 has biases, and weights the other way round."""
+"""Modules by name, with arguments of theirs. GPT-2 has biases, and weights the other way round; "routers" has a part of
+its loss that belongs to all layers and tokens together."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ def train(model: str, devices: int | None, strategy: dict[str, Any]) -> Run:
     """Two steps and a validation, by our strategy on `devices` ranks, or on one device when None."""
     tiny_model("llama")  # loads what is lifted to double precision
     tiny_model("gpt2")
+    tiny_model("mixtral")
     where = {"devices": 1, "strategy": "auto"}
     if devices is not None:
         where = {"devices": devices, "strategy": Seq1F1BStrategy(**strategy)}

@@ -74,17 +74,19 @@ def run_stages(
                     output = stage.forward(chunk, hidden, state)
                 in_flight[stage.index, number] = hidden, output
                 hidden = output.detach().requires_grad_()
-            loss += output.detach()
         due = []
         for number in reversed(range(len(microbatch.chunks))):
-            gradient = None
+            gradient: Tensor | None = None
             for stage, state in zip(reversed(stages), reversed(states), strict=True):
                 hidden, output = in_flight.pop((stage.index, number))
-                roots, gradients = state.carried(number)
                 due.append(DeferredGradients())
                 with splits[stage.index].deferring(due[-1]):
+                    if stage is stages[-1]:
+                        gradient = state.seed(number)
+                    roots, gradients = state.carried(number)
                     torch.autograd.backward([output, *roots], [gradient, *gradients])
                 gradient = None if hidden is None else hidden.grad
+        loss += states[-1].result()["loss"]
         for state in states:
             state.close()
         assert any(map(len, due)) == (split and any(stage.linears for stage in stages))
@@ -99,7 +101,8 @@ def summed_gradients(stages: Sequence[HuggingFaceStage]) -> dict[str, Tensor | N
     for model in {id(stage.model): stage.model for stage in stages}.values():
         for name, parameter in model.named_parameters():
             before = total.get(name)
-            total[name] = parameter.grad if before is None else before + parameter.grad
+            both = before is not None and parameter.grad is not None
+            total[name] = before + parameter.grad if both else parameter.grad if before is None else before
     return total
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_seq1f1b.runtime.batching import Chunk, Microbatch
 from lightning_seq1f1b.runtime.kv_buffer import KVBuffer
 from lightning_seq1f1b.runtime.linear_layers import linear_layers
+from lightning_seq1f1b.runtime.objective import Objective
 from lightning_seq1f1b.runtime.summed_loss import SummedLoss
 
 HIDDEN, VOCAB = 8, 11
@@ -55,7 +56,11 @@ class ToyStage(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB) if index == num_stages - 1 else None
         self.linears = linear_layers(self)
 
-    def open(self, microbatch: Microbatch, *, training: bool) -> ToyState:
+    @property
+    def trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    def open(self, microbatch: Microbatch, *, training: bool, objective: Objective | None = None) -> ToyState:
         return ToyState([KVBuffer(microbatch.length) for _ in self.layers])
 
     def forward(self, chunk: Chunk, hidden: Tensor | None, state: ToyState) -> Tensor:
