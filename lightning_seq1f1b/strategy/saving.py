@@ -77,6 +77,7 @@ def save(cut: CutModule, directory: Path, job: str, gather: Gather, control: dis
         with failing_together(control, _WHAT):
             if rank == 0:
                 place.make()
+                _save_tokenizer(options["tokenizer"], place.aside)  # first: it is soon done, and may not be found
         with failing_together(control, _WHAT):
             if not place.aside.is_dir():
                 raise OSError(f"{place.aside.parent} is not the same directory on all nodes: save to a shared one")
@@ -87,7 +88,6 @@ def save(cut: CutModule, directory: Path, job: str, gather: Gather, control: dis
             _save_model(cut, place.aside, options["max_shard_size"], control)
         with failing_together(control, _WHAT):
             if rank == 0:
-                _save_tokenizer(options["tokenizer"], place.aside)
                 place.finish()
     except BaseException:
         if rank == 0:

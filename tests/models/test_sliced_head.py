@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -258,3 +261,39 @@ def test_memory_depends_on_a_slice_and_not_on_vocabulary_times_tokens(monkeypatc
             # The softmax of a slice, the gradient of its logarithm and that of the logits; gradients of the embedding.
             assert peak(length, vocab_size, slices_logits=True) < rest + 3.2 * size + 4 * 32 * vocab_size
             assert peak(length, vocab_size, slices_logits=False) > rest + 2 * logits_of_chunk
+
+
+RESIDENT = """
+import torch
+from benchmarks.sliced_logits import Head
+
+def resident(what):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
+
+torch.set_num_threads(1)
+head = Head(128 * 1024, 64, torch.float32)
+head.slices(16)()
+run = head.slices(8192)
+with open("/proc/self/clear_refs", "w") as clear:
+    clear.write("5")  # the peak starts again at what is resident now
+before = resident("VmRSS")
+run()
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_8192_tokens_with_a_vocabulary_of_128k_take_less_than_300_mb() -> None:
+    """What the process grows by beside weights, their gradients and hidden states; the logits alone would be 4.3 GB."""
+    # A fixed threshold, so that what is freed goes back to the system at once instead of being kept by malloc.
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 300e6

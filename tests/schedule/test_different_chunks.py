@@ -110,7 +110,7 @@ def test_no_rank_holds_more_than_with_as_many_of_the_longest(
 
 
 @pytest.mark.parametrize("schedule", IN_TURNS)
-@pytest.mark.parametrize("chunks", [(8, 3, 1, 1), (8, 8, 3), (5, 4, 4, 2), (6, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("chunks", [(8, 3, 1, 1), (8, 8, 4), (5, 4, 4, 2), (6, 1, 1, 1, 1, 1), (1, 2, 8)])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_equal_work_in_every_chunk_gives_the_bubble_of_alike_microbatches(
     schedule: str, chunks: tuple[int, ...], num_ranks: int
@@ -122,6 +122,13 @@ def test_equal_work_in_every_chunk_gives_the_bubble_of_alike_microbatches(
     # (p - 1) times F + B of a chunk, or max(F, F + B - W) where the backward is split; F = B = W.
     expected = (num_ranks - 1) * (1 if POLICIES[schedule].splits_backward else 3) * unit
     assert bubble == expected
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 5])
+def test_a_last_group_of_fewer_units_than_ranks_waits_for_itself(num_ranks: int) -> None:
+    times = UnitTimes(*(((1,) * 8,) * (2 * num_ranks) for _ in range(3)))
+    plan = make_plan("interleaved_seq1f1b", num_ranks, 3, (8, 8, 3), virtual_stages=2)
+    assert simulate(plan, times).bubble == 3 * (num_ranks - 1) + 2 * (num_ranks - 3)
 
 
 def unit_times(shape: ModelShape, length: int, num_chunks: int, num_stages: int) -> UnitTimes:

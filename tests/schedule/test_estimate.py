@@ -226,6 +226,62 @@ def test_the_largest_of_a_ranks_actions_counts() -> None:
     assert transient_bytes(replace(SHAPE, vocab_size=7), (3, 3), CHUNKS, (0, 1), TRAINING) == [layer, layer]
 
 
+LARGE = replace(SHAPE, vocab_size=1_000_000)
+KEPT = replace(TRAINING, logits_slice=None)
+SLICED = replace(TRAINING, logits_slice=4e7)
+"""Slices of ten million logits: three tokens of each of three rows."""
+
+
+def test_logits_in_slices_are_work_of_the_backward() -> None:
+    slow = replace(MACHINE, memory_bandwidth=1e6)
+    kept, sliced = (unit_times(LARGE, (2, 4), CHUNKS, training, slow) for training in (KEPT, SLICED))
+    plain = unit_times(replace(LARGE, vocab_size=0), (2, 4), CHUNKS, KEPT, slow)
+    assert sliced.forward == plain.forward
+    assert sliced.weight_grad == kept.weight_grad
+    assert sliced.input_grad[0] == kept.input_grad[0]
+    for chunk in range(3):
+        both = Action.parse(f"1F0.{chunk}"), Action.parse(f"1B0.{chunk}")
+        assert sum(map(sliced, both)) == pytest.approx(sum(map(kept, both)))
+
+
+def test_a_profile_gives_the_heads_forward_to_the_backward_too() -> None:
+    kept, sliced = (
+        unit_times(LARGE, (2, 4), CHUNKS, replace(training, rows=2), MACHINE, profile_of(SHAPE))
+        for training in (KEPT, SLICED)
+    )
+    pairs, tokens = 30 * 80 - 30**2 / 2, 30
+    head = 7 * (pairs + 10 * tokens) + 0.5
+    assert kept.forward[1][1] - sliced.forward[1][1] == pytest.approx(head)
+    assert sliced.input_grad[1][1] - kept.input_grad[1][1] == pytest.approx(head)
+
+
+def test_logits_in_slices_are_not_kept() -> None:
+    kept, sliced, without = (
+        unit_sizes(shape, (2, 4), CHUNKS, training)
+        for shape, training in ((LARGE, KEPT), (LARGE, SLICED), (replace(LARGE, vocab_size=0), KEPT))
+    )
+    assert sliced == without
+    assert kept.activations[1][1] - sliced.activations[1][1] == pytest.approx(3 * 30 * 4 * 1_000_000)
+    # Few logits of a chunk are kept, in any case: here those of the second and third one.
+    some = replace(SHAPE, vocab_size=90_000)
+    mixed, all_kept = (unit_sizes(some, (2, 4), CHUNKS, training).activations[1] for training in (SLICED, KEPT))
+    assert [one == other for one, other in zip(mixed, all_kept, strict=True)] == [False, True, True]
+
+
+def test_a_slice_is_what_the_head_makes_and_frees() -> None:
+    [_, last] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), replace(SLICED, gradient_bytes=4))
+    # Two bytes of logits, three times four of their softmax and its gradients, for 3 x 3 tokens.
+    assert last == 3 * 3 * 1_000_000 * (2 + 3 * 4)
+    [_, summed] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), SLICED)
+    assert summed - last == 64 * 1_000_000 * (4 + 2)
+    [_, frozen] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), replace(SLICED, trainable_share=0.01))
+    assert frozen == last
+    [_, longer] = transient_bytes(LARGE, (2, 4), spans([5000, 30]), (0, 1), replace(SLICED, gradient_bytes=4))
+    assert longer == last
+    [_, kept] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), KEPT)
+    assert kept == 3 * 50 * 1_000_000 * (2 + 4)
+
+
 def test_ranks_hold_their_layers_and_the_ends() -> None:
     training = Training(weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, trainable_share=0.5)
     layer, table = SHAPE.layer(0).parameters, 64 * 1000

@@ -173,7 +173,7 @@ REFUSED = {
     Penalty: "loss differs between the stages",
     StepsInBackward: "register_post_accumulate_grad_hook",
     CallsTheTrunk: r"call self.model\(\*\*batch\), not one of its parts",
-    SavesItself: "trainer.strategy.save_pretrained(directory)",
+    SavesItself: "would write this stage's part only: call trainer.strategy.save_pretrained",
     OneItemTensor: "num_items_in_batch is one number",
     EvaluatesOnOneRank: "'gradients enabled' is rank 0",
     GrowsGroups: "groups added while training cannot be saved",

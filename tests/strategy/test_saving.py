@@ -76,7 +76,7 @@ def on_two(rank: int, root: Path) -> dict[str, Any]:
     seen["left"] = sorted(path.name for path in (root / "out").iterdir() if "full" in path.name)
     seen["taken"] = refusal(save, root / "tied")
     seen["below a file"] = refusal(save, root / "tied" / "config.json" / "out")
-    seen["no tokenizer"] = refusal(save, root / "out" / "full", tokenizer=root / "out" / "gpt2")
+    seen["no tokenizer"] = refusal(save, root / "out" / "full", tokenizer=root / "nowhere")
     (root / "out" / "named").mkdir(exist_ok=True)
     save(root / "out" / "named", tokenizer=str(root / "tokenizer"))
     return seen
@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     (root / "out").mkdir()
     for name, (family, overrides) in FAMILIES.items():
-        write_checkpoint(root / name, family, **overrides)
+        write_checkpoint(root / name, family, torch.float32, **overrides)  # grouped experts know no float64
     GenerationConfig(max_new_tokens=7).save_pretrained(root / "llama")
     save_byte_tokenizer(root / "tokenizer")
     return root

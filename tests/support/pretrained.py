@@ -45,9 +45,9 @@ class Pretrained(FineTune):
             self.then(self)
 
 
-def write_checkpoint(folder: Path, family: str, shards: str = "50KB", **overrides: Any) -> Path:
-    """A tiny model's checkpoint in several files, in float64."""
-    tiny_model(family, torch.float64, **overrides).save_pretrained(folder, max_shard_size=shards)
+def write_checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Path:
+    """A tiny model's checkpoint in several files."""
+    tiny_model(family, dtype, **overrides).save_pretrained(folder, max_shard_size="50KB")
     return folder
 
 
