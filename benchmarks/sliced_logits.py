@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -47,7 +47,7 @@ class Head:
             num_key_value_heads=1,
             tie_word_embeddings=True,
         )
-        model = LlamaForCausalLM(config).to(dtype).train()
+        model: LlamaForCausalLM = nn.Module.to(LlamaForCausalLM(config), dtype).train()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         split = cut(model, [0], [range(1)])

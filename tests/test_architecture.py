@@ -21,7 +21,8 @@ OUTSIDE = {
     "schedule": set(),
     "ops": {"torch"},
     "runtime": {"torch"},
-    "models": {"torch", "transformers"},
+    # The last two are those through which transformers itself reads and writes weights.
+    "models": {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
 MAX_LINES = 400
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_seq1f1b.cli.causal_lm import CONFIG_KEY
 from lightning_seq1f1b.cli.progress import Progress
-from lightning_seq1f1b.models.pretrained_files import name_shards, stored_state, write_configs, write_shards
+from lightning_seq1f1b.strategy.pretrained_files import name_shards, stored_state, write_configs, write_shards
 from lightning_seq1f1b.strategy.saving import Directory
 
 MODEL_PREFIX = "model."

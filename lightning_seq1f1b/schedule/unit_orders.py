@@ -20,8 +20,8 @@ class UnitOrders:
 
     A group is one microbatch when that has as many chunks as there are ranks, or when a rank has one stage. Otherwise
     it is as many microbatches as give at least p units, so that no rank waits for the group to come around; what does
-    not divide makes the first groups larger. Where microbatches differ, a group is as many as hold no more together than
-    a group of the longest would, so that none asks for more activations; some may have fewer than p units.
+    not divide makes the first groups larger. Where microbatches differ, a group is as many as together hold no
+    more than a group of the longest, so that none asks for more activations; some may have fewer than p units.
 
     Attributes:
         num_ranks: ranks of the pipeline, p.

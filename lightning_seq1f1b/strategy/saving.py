@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_seq1f1b.models.pretrained_files import name_shards, stored_state, write_configs, write_shards
 from lightning_seq1f1b.runtime.together import failing_together
 from lightning_seq1f1b.strategy.adapter_saving import Gather, save_adapters
 from lightning_seq1f1b.strategy.adapters import adapter_configs
 from lightning_seq1f1b.strategy.cut_module import CutModule
+from lightning_seq1f1b.strategy.pretrained_files import name_shards, stored_state, write_configs, write_shards
 
 _WHAT = "saving the model"
 

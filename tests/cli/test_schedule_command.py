@@ -158,6 +158,9 @@ def test_times_of_zero_are_a_bubble_of_zero(capsys: pytest.CaptureFixture[str]) 
         ("simulate --stages 0", "--stages must be at least 1, not 0"),
         ("verify --microbatches -1", "--microbatches must be at least 1, not -1"),
         ("draw --chunks 0", "--chunks must be at least 1, not 0"),
+        ("draw --chunks 2,0", "--chunks must be at least 1, not 0"),
+        ("draw --chunks 2,x", "--chunks is a whole number, or with commas one for each microbatch, .*not '2,x'"),
+        ("draw --chunks 2,1 --microbatches 3", "--chunks=[2, 1] is of 2 microbatches, but --microbatches is 3"),
         ("draw --schedule 1f1b", "--chunks is 4; set --chunks=1, or use --schedule='seq1f1b'"),
         ("simulate --virtual-stages 2", "but --virtual-stages is 2; set --virtual-stages=1, .*interleaved_seq1f1b"),
         ("simulate --virtual-stages 0", "--virtual-stages must be at least 1, not 0"),
@@ -200,6 +203,17 @@ def test_bad_input_ends_with_one_sentence(argv: str, sentence: str, capsys: pyte
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert all(part in captured.err for part in sentence.split(".*"))
+
+
+def test_microbatches_may_have_different_chunks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    step = tmp_path / "step.json"
+    numbers = json.loads(output(capsys, "draw", "--stages=3", "--chunks=4,2,1", "--json"))
+    assert (numbers["microbatches"], numbers["chunks"], numbers["peak_units"]) == (3, [4, 2, 1], [6, 5, 4])
+    assert numbers["bubble"] == 2 * 3 / 4
+    output(capsys, "draw", "--stages=3", "--chunks=4,2,1", "--timeline", str(step))
+    again = json.loads(output(capsys, "draw", "--measured", str(step), "--json"))
+    assert again["chunks"] == [4, 2, 1]
+    assert (again["makespan"], again["measured"]["warnings"]) == (numbers["makespan"], [])
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_the_kernels_work_on_the_buffers_themselves(monkeypatch: pytest.MonkeyPa
     def storages(*tensors: Tensor) -> set[int]:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.device.type == "cpu"}
 
-    def watched_write(self: KVBuffer, slot: int, start: int, tensor: Tensor) -> None:
-        write(self, slot, start, tensor)
+    def watched_write(self: KVBuffer, slot: int, *written: Any) -> None:
+        write(self, slot, *written)
         buffers.update(storages(self._values[slot]))
 
     def watched_accumulator(self: KVBuffer, slot: int) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +299,21 @@ def test_8192_tokens_with_a_vocabulary_of_128k_take_less_than_300_mb() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 300e6
+
+
+def test_reference_counting_frees_everything_a_chunk_has_left(slices: list[int]) -> None:
+    """A cycle would hold activations until some later collection."""
+    [stage] = make_stages(tiny_model("llama"), [range(4)])
+    gc.collect()
+    gc.disable()
+    try:
+        state = stage.open(microbatch := cut_batch(tiny_batch(ROWS), 1, spans([48]))[0], training=True)
+        output = stage.forward(microbatch.chunks[0], None, state)
+        held = weakref.ref(output), weakref.ref(state)
+        torch.autograd.backward([output], [state.seed(0)])
+        state.close()
+        del output, state
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()
+    assert slices

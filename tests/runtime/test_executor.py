@@ -195,8 +195,8 @@ def test_nothing_is_alive_after_a_step(schedule, virtual_stages, monkeypatch):
         buffers.append(weakref.ref(self))
         init(self, length)
 
-    def watched_write(self, slot, start, tensor):
-        write(self, slot, start, tensor)
+    def watched_write(self, slot, *written):
+        write(self, slot, *written)
         tensors.append(weakref.ref(self._values[slot]))
 
     def watched_accumulator(self, slot):

@@ -86,6 +86,7 @@ class Alone(Eager):
 TEN = documents(9, 1, 3, 12, 2, 7, 5, 4, 3, 2)
 LENGTHS = documents(64, 1000, 333, 5)
 FEW = documents(17, 40, 6, 23)
+SHORT = documents(6, 3)
 SILENT = documents(12, 7, 9)
 for document in SILENT[:2]:
     document["labels"][:] = IGNORE_INDEX
@@ -118,6 +119,13 @@ PAIRS: dict[str, tuple[list[Batch], Batch, str, dict[str, Any]]] = {
         {"num_chunks": 3, "num_microbatches": 1},
     ),
     "padded-at-the-right-before-a-recurrence": (FEW, padded(FEW, "right"), "qwen3_next", {"num_chunks": 2}),
+    "fewer-tokens-than-chunks": (SHORT, padded(SHORT, "right"), "llama", {"num_chunks": 9}),
+    "fewer-tokens-than-chunks-in-equal-rows": (
+        SHORT[:1],
+        padded(SHORT[:1], "right"),
+        "llama",
+        {"num_chunks": 9, "partition": "even"},
+    ),
     "a-row-of-padding-only": (FEW, with_padding_only(padded(FEW, "right")), "llama", {"num_chunks": 3}),
     "a-row-of-padding-only-beside-others": (
         FEW,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from support.fitting import SHORT, everywhere, fit, rows, stages
+from support.fitting import everywhere, fit, rows, stages
 from support.training import FineTune
 from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration
 
@@ -110,16 +110,6 @@ def different_batches():
 @refuses("[10, 10, 10] add up to 30 tokens, but the rows have 29; change the list, or use partition='balanced'")
 def lengths_that_do_not_add_up():
     return {"strategy": {"partition": [10, 10, 10], "num_chunks": "auto"}}
-
-
-@refuses(f"{SHORT} tokens")
-def more_chunks_than_tokens():
-    return {"strategy": {"num_chunks": SHORT + 1}}
-
-
-@refuses(f"{SHORT} tokens")
-def more_even_chunks_than_tokens():
-    return {"strategy": {"num_chunks": SHORT + 1, "partition": "even"}}
 
 
 # ---- models --------------------------------------------------------------------------------------------------------

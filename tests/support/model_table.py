@@ -75,7 +75,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
         lengths=", ".join(map(str, CHUNK_LENGTHS)),
         stages=len(LAYER_RANGES),
         tolerance=TOLERANCE,
-        counts=", ".join(f"{count} {result}" for result, count in counts.most_common()) + ".",
+        counts="; ".join(f"{count} {result}" for result, count in counts.most_common()) + ".",
     )
     return head + "\n".join(lines) + "\n"
 
