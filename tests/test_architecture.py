@@ -21,8 +21,7 @@ OUTSIDE = {
     "schedule": set(),
     "ops": {"torch"},
     "runtime": {"torch"},
-    # The last two are those through which transformers itself reads and writes weights.
-    "models": {"torch", "transformers", "safetensors", "huggingface_hub"},
+    "models": {"torch", "transformers"},
 }
 MAX_LINES = 400
 

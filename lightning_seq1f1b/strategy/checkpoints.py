@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -110,7 +111,10 @@ class PipelineCheckpoints(PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict: into the whole module before it is cut, else this rank's part of it."""
         if self._cut is None or not self._cut.is_of(self.lightning_module):
-            super().load_model_state_dict(checkpoint, strict)
+            with warnings.catch_warnings():
+                # What other stages hold is on the meta device, where nothing is copied to.
+                warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model.*")
+                super().load_model_state_dict(checkpoint, strict)
         else:
             self._cut.load_state(checkpoint["state_dict"], strict=strict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def validate_fit_and_fit_again(where: Where, path: Path, checkpoint: Path) -> tu
     again = trainer(where)
     again.fit(module, rows())
     resumed = trainer(where, max_steps=4)
-    resumed.fit(Pretrained(path), rows(), ckpt_path=checkpoint)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*meta parameter.*")
+        resumed.fit(Pretrained(path), rows(), ckpt_path=checkpoint)
     return [validated["val_loss"], weights(again)], weights(resumed)
 
 
