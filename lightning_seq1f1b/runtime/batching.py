@@ -102,7 +102,7 @@ def needed_mask(attention_mask: Tensor | None, shifted: Tensor | None) -> Tensor
     return attention_mask
 
 
-def row_ends(batch: Mapping[str, Tensor]) -> list[int]:
+def row_ends(batch: Mapping[str, Tensor], *, labels_alone_count: bool = True) -> list[int]:
     """How many tokens of every row have to be computed: all but the padding at its end, and 1 at least.
 
     Padding is what the mask says; without a mask, documents of one token each at the end of a packed row. What is
@@ -110,12 +110,14 @@ def row_ends(batch: Mapping[str, Tensor]) -> list[int]:
 
     Args:
         batch: as for `cut_groups`.
+        labels_alone_count: whether nobody looks at tokens without a label. Otherwise only a mask tells what is padding:
+            a document of one token at the end of a packed row may be one that somebody wants to know the logits of.
     """
     rows, length = batch["input_ids"].shape
     mask, positions, labels = (batch.get(name) for name in ("attention_mask", "position_ids", "labels"))
     if mask is not None:
         ends = _ends(mask.bool())
-    elif positions is not None:
+    elif positions is not None and labels_alone_count:
         ends = length - padding_documents(document_starts(positions)).expand(rows)
     else:
         return [length] * rows

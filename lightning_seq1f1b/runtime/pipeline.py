@@ -82,10 +82,18 @@ class Cutting:
         """Whether the user has given the chunks' lengths, so that every row has their sum, padding included."""
         return isinstance(self.partition, Sequence) and not isinstance(self.partition, str)
 
-    def groups(self, batch: Mapping[str, Tensor], together: int = 1) -> tuple[RowGroup, ...]:
-        """The microbatches of a batch: which rows, and how many of their tokens; see `group_rows` for `together`."""
+    def groups(
+        self, batch: Mapping[str, Tensor], together: int = 1, *, labels_alone_count: bool = True
+    ) -> tuple[RowGroup, ...]:
+        """The microbatches of a batch: which rows, and how many of their tokens.
+
+        Args:
+            batch: as for `runtime.batching.cut_groups`.
+            together: see `group_rows`.
+            labels_alone_count: see `row_ends`.
+        """
         rows, length = batch["input_ids"].shape
-        ends = [length] * rows if self.is_listed else row_ends(batch)
+        ends = [length] * rows if self.is_listed else row_ends(batch, labels_alone_count=labels_alone_count)
         return group_rows(ends, self.num_microbatches, together)
 
     def spans(self, length: int, num_stages: int, shape: ModelShape) -> tuple[Span, ...]:
@@ -222,7 +230,8 @@ class Pipeline:
         first_trained_stage = self._first_trained_stage() if training else 0
         training = training and first_trained_stage is not None
         together = 1 if objective is None else objective.rows_together
-        ranks, groups = self.topology.num_stages, self.cutting.groups(batch, together)
+        ranks = self.topology.num_stages
+        groups = self.cutting.groups(batch, together, labels_alone_count=objective is None)
         if isinstance(objective, SummedObjective):
             self._try(objective, batch, len(groups))
         rows, longest = len(batch["input_ids"]), groups[0].length

@@ -112,6 +112,7 @@ def test_packed_rows_end_before_documents_of_one_token():
     positions = mask([0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0], [0] * 6, [0, 1, 2, 3, 4, 5])
     batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "position_ids": positions}
     assert row_ends(batch) == [5, 2, 1, 6]
+    assert row_ends(batch, labels_alone_count=False) == [6] * 4
     labels = torch.full((4, 6), IGNORE_INDEX)
     labels[1, 3] = 7
     assert row_ends({**batch, "labels": labels}) == [5, 3, 1, 6]

@@ -132,8 +132,34 @@ def evaluated(where: Where) -> tuple[dict[str, float], list[torch.Tensor]]:
     return metrics, trainer.predict(module, loader)
 
 
+class PackedPrediction(FineTune):
+    """Logits of rows that end with a document of one token, which is not padding."""
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        return self.model(**batch, use_cache=False).logits
+
+
+def packed(where: Where) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    strategy = where.strategy if isinstance(where.strategy, str) else Seq1F1BStrategy(**dict(where.strategy))
+    ids = torch.arange(3, 3 + LENGTH) % 97
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 10), torch.zeros(1, dtype=torch.int64)])
+    loader = DataLoader([{"input_ids": ids, "position_ids": positions}])
+    trainer = L.Trainer(**QUIET, devices=where.devices, strategy=strategy)
+    return trainer.predict(PackedPrediction(dtype=torch.float32), loader)
+
+
+EVALUATED = (evaluated, packed)
+
+
+def test_evaluation_gives_logits_of_documents_of_one_token_too() -> None:
+    (expected,) = everywhere(EVALUATED, ONE_DEVICE)[packed][0]
+    for (got,) in everywhere(EVALUATED, KNOB)[packed]:
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_evaluation_gives_logits_on_every_rank_in_the_order_of_the_batch() -> None:
-    cases = (evaluated,)
+    cases = EVALUATED
     expected_metrics, expected_logits = everywhere(cases, ONE_DEVICE)[evaluated][0]
     mask = PairedRows(padded=True).columns["attention_mask"].bool()
     for metrics, logits in everywhere(cases, KNOB)[evaluated]:
