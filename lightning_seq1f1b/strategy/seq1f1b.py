@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_seq1f1b.models import facade, generation
 from lightning_seq1f1b.models.packing import PackedRows
-from lightning_seq1f1b.runtime.agreement import check_same_loss
-from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas, pipeline_norm
-from lightning_seq1f1b.runtime.objective import Objective
+from lightning_seq1f1b.runtime.gradients import pipeline_norm
 from lightning_seq1f1b.runtime.pipeline import Pipeline
-from lightning_seq1f1b.runtime.step_result import StepResult
-from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.schedule.planner import Problem
 from lightning_seq1f1b.schedule.timeline import Event
 from lightning_seq1f1b.strategy.arguments import check_arguments
 from lightning_seq1f1b.strategy.as_asked import cut_as_asked, cutting_of, multiple_on
-from lightning_seq1f1b.strategy.bridge import bridge
-from lightning_seq1f1b.strategy.checkpoints import PipelineCheckpoints
 from lightning_seq1f1b.strategy.clipping import clip_over_stages
 from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
 from lightning_seq1f1b.strategy.data import share_batch, worker_seeds_by_replica
 from lightning_seq1f1b.strategy.optimizers import keep_local
 from lightning_seq1f1b.strategy.report import describe, show_whole_model
-from lightning_seq1f1b.strategy.router_sharing import check_one_microbatch, share_router_sums
+from lightning_seq1f1b.strategy.router_sharing import share_router_sums
+from lightning_seq1f1b.strategy.steps import PipelineSteps
 from lightning_seq1f1b.strategy.supported import (
-    callbacks_of,
-    check_gradient_hooks,
     check_optimizer,
     check_precision,
     check_trainer,
@@ -52,7 +41,7 @@ from lightning_seq1f1b.strategy.supported import (
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Seq1F1BStrategy(PipelineCheckpoints):
+class Seq1F1BStrategy(PipelineSteps):
     """Trains a Hugging Face causal language model over pipeline stages, its sequences cut into chunks.
 
     The module stays an ordinary LightningModule: `self.model(**batch).loss` runs the whole pipelined step and is the
@@ -115,19 +104,15 @@ class Seq1F1BStrategy(PipelineCheckpoints):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(num_stages, process_group_backend, timeout)
+        super().__init__(num_stages, process_group_backend, timeout, trace)
         knobs = (virtual_stages, memory_knob, activation_cap, layers, profile)
         check_arguments(num_stages, num_microbatches, num_chunks, schedule, partition, *knobs)
         self.num_microbatches, self.num_chunks = num_microbatches, num_chunks
         self.schedule, self.partition = schedule, partition
         self.virtual_stages, self.memory_knob, self.activation_cap = virtual_stages, memory_knob, activation_cap
         self.layers, self.profile = layers, profile
-        self.broadcast_batch, self.trace, self.evaluation_logits = broadcast_batch, trace, evaluation_logits
-        self.last_step: StepTrace | None = None
+        self.broadcast_batch, self.evaluation_logits = broadcast_batch, evaluation_logits
         self._problem: Problem | None = None
-        self._pipeline: Pipeline | None = None
-        self._accumulating = self._zeroing_follows = self._loss_checked = False
-        self._batch_idx = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -187,10 +172,6 @@ class Seq1F1BStrategy(PipelineCheckpoints):
         packed = PackedRows.of(cut.model, cut.split.probe)
         facade.install(cut.model, self._step, evaluation_logits=self.evaluation_logits, packed=packed)
         generation.install(cut.model, cut.stages, self._pipeline, self._fail)
-
-    def _fail(self) -> None:
-        """Ranks are at different places: no collective can work any more."""
-        self._broken = True
 
     def _agree_on_copies(self, cut: CutModule) -> None:
         """Make weights that several ranks hold equal, whatever each rank's program has put there."""
@@ -258,95 +239,6 @@ class Seq1F1BStrategy(PipelineCheckpoints):
         if self.broadcast_batch:
             batch = share_batch(batch, self.topology.pipeline_ranks[0], self._process_groups.control)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    # ---- the step --------------------------------------------------------------------------------------------------
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Remember where in the accumulation window this batch stands."""
-        self._batch_idx = batch_idx
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's; only what it calls is followed by Lightning's zeroing, not what hooks call."""
-        self._zeroing_follows = self._about_to_be_zeroed()
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self._zeroing_follows = False
-
-    def _step(self, batch: Mapping[str, Tensor], objective: Objective | None = None) -> StepResult:
-        """What calling the language model does: the whole pipelined step, forward only where gradients are off."""
-        assert self._cut is not None
-        assert self._pipeline is not None
-        training = torch.is_grad_enabled()
-        trace = StepTrace(self.topology.pipeline_rank, self.root_device) if self.trace else None
-        stash = GradientStash(self._cut.module.parameters())
-        check_gradient_hooks(self._cut.module)
-        if objective is None or objective.own_loss:
-            check_one_microbatch(self._cut, len(batch["input_ids"]), self._pipeline.cutting.num_microbatches)
-        try:
-            if training:
-                stash.set_aside(keep=not self._zeroing_follows)
-            result = self._pipeline.run(batch, training=training, trace=trace, objective=objective)
-        except BaseException:
-            self._broken = True  # ranks are at different places: no collective can work any more
-            raise
-        self.last_step = trace
-        fresh = stash.take() if training else []
-        if not result.trained:
-            return result
-        assert result.loss is not None, "every training step asks for one"
-        return replace(result, loss=bridge(result.loss, fresh))
-
-    def _about_to_be_zeroed(self) -> bool:
-        """Whether Lightning zeroes the gradients right after this training step, with nobody to see them before.
-
-        Then they are dropped before the pipeline runs, which so does not hold two sets of gradients.
-        """
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
-        if not module.automatic_optimization:
-            return False
-        watched = is_overridden("optimizer_zero_grad", module) or is_overridden("on_before_zero_grad", module)
-        watched |= any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in callbacks_of(trainer))
-        return not watched and self._batch_idx % trainer.accumulate_grad_batches == 0
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Deliver the step's gradients, and average them over the replicas once per optimizer step.
-
-        The averaging stands before `on_after_backward`, which so sees final gradients, as under data parallelism.
-        """
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
-        if not closure_loss.requires_grad:
-            raise ValueError(
-                f"there is nothing to train: the loss of {type(module).__name__} depends on no parameter that requires "
-                "a gradient. Unfreeze some of them, or return the model's loss without detaching it"
-            )
-        if not self._loss_checked:
-            check_same_loss(closure_loss, self._process_groups.control)
-            self._loss_checked = True
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.topology.num_replicas > 1 and not self._accumulating:
-            average_replicas(module.parameters(), self._process_groups.replica)
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        """Entered by Lightning for the batches of an accumulation window before the last."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
 
     def gather_trace(self) -> list[Event]:
         """The last step's compute actions on all pipeline ranks; call it on all of them, after a step with `trace`.
