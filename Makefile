@@ -7,14 +7,16 @@ BIN := $(VENV)/bin
 # Installing builds the kernels, so their sources are what an installation depends on.
 KERNELS := $(shell find csrc -type f ! -name '*.pyc')
 export OMP_NUM_THREADS ?= 1
+# Of pytest. Many tests wait for processes that they have started, so one more than two processors can run keeps both busy.
+WORKERS ?= 3
 
-.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline models sanitize docs clean
+.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline models behaviours sanitize docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -38,6 +40,9 @@ bench-calibration: $(VENV)/.installed-test
 
 models: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m support.model_table
+
+behaviours: $(VENV)/.installed-test
+	PYTHONPATH=tests $(BIN)/python -m support.behaviours
 
 sanitize:
 	.ci/sanitize

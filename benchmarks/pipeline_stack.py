@@ -145,7 +145,7 @@ class Buffers(SummedLoss):
         super().__init__()
         self.layers = layers
 
-    def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+    def carried(self, chunk: int, scale: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Nothing but keys and values passes from chunk to chunk."""
         return [], []
 

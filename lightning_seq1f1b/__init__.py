@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_seq1f1b.registration import register_when_lightning_loads
 
 if TYPE_CHECKING:
+    from lightning_seq1f1b.callbacks.pipeline_monitor import PipelineMonitor
+    from lightning_seq1f1b.callbacks.sample_text import SampleText
     from lightning_seq1f1b.cli.causal_lm import CausalLM
     from lightning_seq1f1b.cli.documents import LongDocuments
     from lightning_seq1f1b.cli.packing import PackingCollator
     from lightning_seq1f1b.cli.perplexity import Perplexity
-    from lightning_seq1f1b.cli.sample_text import SampleText
     from lightning_seq1f1b.losses import chunked_loss
     from lightning_seq1f1b.strategy.seq1f1b import Seq1F1BStrategy
 
@@ -24,6 +25,7 @@ __all__ = [
     "LongDocuments",
     "PackingCollator",
     "Perplexity",
+    "PipelineMonitor",
     "SampleText",
     "Seq1F1BStrategy",
     "chunked_loss",
@@ -34,7 +36,8 @@ _HOMES = {
     "LongDocuments": "lightning_seq1f1b.cli.documents",
     "PackingCollator": "lightning_seq1f1b.cli.packing",
     "Perplexity": "lightning_seq1f1b.cli.perplexity",
-    "SampleText": "lightning_seq1f1b.cli.sample_text",
+    "PipelineMonitor": "lightning_seq1f1b.callbacks.pipeline_monitor",
+    "SampleText": "lightning_seq1f1b.callbacks.sample_text",
     "Seq1F1BStrategy": "lightning_seq1f1b.strategy.seq1f1b",
     "chunked_loss": "lightning_seq1f1b.losses",
 }

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from tqdm import tqdm
 
 from lightning_seq1f1b.cli.packing import packed
 from lightning_seq1f1b.cli.reading import Document, Fields, find_files, read_documents, refuse
 from lightning_seq1f1b.cli.rows import Row, TokenizedDocument, cut, pad_packed_rows, pad_rows, tokenize
 from lightning_seq1f1b.cli.shuffling import EpochShuffle, LengthGroups
+from lightning_seq1f1b.strategy.loop_place import coming_epoch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +33,8 @@ class LongDocuments(L.LightningDataModule):
 
     A text file is one document. A row of a JSONL or parquet file is one: its field `text`, or the pair `prompt` and
     `answer`, of which only the answer is supervised. Rows have at most `sequence_length` tokens and are padded at the
-    right. Tokens are kept in memory, so files are read once; the order of rows depends on `seed` and the epoch alone.
+    right. Tokens are kept in memory, so files are read once. The order of rows depends on `seed` and the epoch alone:
+    with any number of stages and replicas, whose batches together are one batch of one device.
 
     Args:
         files: Paths or globs of the training files ('**' goes into folders).
@@ -199,12 +202,16 @@ class LongDocuments(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches of training rows."""
-        sampler: Sampler[int] | None = None
+        replicas = self._replicas()
+        sampler: Sampler[int] = SequentialSampler(self.train_rows)
         if self.group_by_length:
             lengths = [len(row.ids) for row in self.train_rows]
-            sampler = LengthGroups(lengths, self.batch_size, self.seed, self._current_epoch)
+            sampler = LengthGroups(lengths, self.batch_size * replicas["num_replicas"], self.seed, self._epoch)
         elif self.shuffle:
-            sampler = EpochShuffle(len(self.train_rows), self.seed, self._current_epoch)
+            sampler = EpochShuffle(len(self.train_rows), self.seed, self._epoch)
+        if replicas["num_replicas"] > 1:
+            # Lightning would shuffle what it deals out to replicas.
+            sampler = DistributedSamplerWrapper(sampler, **replicas, shuffle=False)
         return self._dataloader(self.train_rows, sampler)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -219,8 +226,13 @@ class LongDocuments(L.LightningDataModule):
         """Batches of all rows of `files` but those set apart, in order."""
         return self._dataloader(self.train_rows)
 
-    def _current_epoch(self) -> int:
-        return 0 if self.trainer is None else self.trainer.current_epoch
+    def _epoch(self) -> int:
+        return coming_epoch(self.trainer)
+
+    def _replicas(self) -> dict[str, Any]:
+        """How many processes, or pipelines of them, rows are dealt out to; and which of them this is."""
+        dealt = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return {"num_replicas": 1, "rank": 0} if dealt is None else dealt
 
     def _none(self, command: str, argument: str) -> list[Any]:
         if self.trainer is not None and self.trainer.state.fn == command:

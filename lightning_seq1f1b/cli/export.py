@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ import torch
 
 from lightning_seq1f1b.cli.causal_lm import CONFIG_KEY
 from lightning_seq1f1b.cli.progress import Progress
+from lightning_seq1f1b.strategy.checkpoint_reading import read_trusted
 from lightning_seq1f1b.strategy.pretrained_files import name_shards, stored_state, write_configs, write_shards
-from lightning_seq1f1b.strategy.saving import Directory
+from lightning_seq1f1b.strategy.sharded_reading import open_sharded
+from lightning_seq1f1b.strategy.whole_files import WholeDirectory, new_job
 
 MODEL_PREFIX = "model."
 """How `CausalLM` names its model, and so how the names of the model's weights begin in a checkpoint."""
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         prog="lightning-seq1f1b export",
         description="Write a checkpoint of CausalLM as a directory for AutoModelForCausalLM.from_pretrained.",
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file that the Trainer wrote")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a file or directory that the Trainer wrote")
     parser.add_argument("--output", type=Path, required=True, help="the directory to write; new, or empty")
     parser.add_argument(
         "--tokenizer", help="path or name of the tokenizer to put beside it; the one of the training data by default"
@@ -59,12 +60,12 @@ def export(
 ) -> str | None:
     """Write the model in a checkpoint as config, safetensors and tokenizer files.
 
-    Nothing in the file is executed: it is read with `weights_only=True`. The weights keep their dtype, and stay in the
-    file until they are written: memory is needed for one file of weights at a time. The directory appears under its
-    name once all is in it.
+    Nothing in the file is executed: it is read with `weights_only=True`. The weights keep their dtype. Those of a
+    checkpoint of one file stay there until they are written, and memory is needed for one file of weights at a time;
+    those of a sharded one are all read first. The directory appears under its name once all is in it.
 
     Args:
-        checkpoint: a full checkpoint of `CausalLM`.
+        checkpoint: a checkpoint of `CausalLM`, of one file or sharded.
         output: the directory to write.
         tokenizer: path or name of the tokenizer; by default what `LongDocuments` recorded in the checkpoint.
         max_shard_size: bytes of a file of weights at most, as a number or like "5GB".
@@ -80,7 +81,7 @@ def export(
     """
     from transformers import AutoTokenizer
 
-    place = Directory.at(output, uuid.uuid4().hex[:8])
+    place = WholeDirectory.new(output, new_job())
     content = _read(checkpoint)
     model = _model(content[CONFIG_KEY], content["state_dict"], checkpoint)
     name = tokenizer or content.get("datamodule_hyper_parameters", {}).get("tokenizer")
@@ -105,16 +106,14 @@ def export(
 
 
 def _read(checkpoint: Path) -> Mapping[str, Any]:
-    if not checkpoint.is_file():
-        raise ValueError(f"the checkpoint {checkpoint} is not a file")
+    if not checkpoint.exists():
+        raise ValueError(f"there is no checkpoint {checkpoint}")
     try:
-        # mmap: the optimizer's state, two thirds of the file, is never read.
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        # Of neither format the optimizer's state, two thirds of it, is read.
+        content = read_trusted(checkpoint, weights_only=True) if checkpoint.is_file() else open_sharded(checkpoint)
     except pickle.UnpicklingError as error:
         # torch's own message recommends to load the file without safety.
         raise ValueError(f"{checkpoint} holds more than tensors and plain values, and is not read") from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{checkpoint} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(content, Mapping) or not {CONFIG_KEY, "state_dict"} <= content.keys():
         raise ValueError(
             f"{checkpoint} was not written by CausalLM: it lacks the entry '{CONFIG_KEY}'. For a module of your own, "

@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": "measure a model's layers on this machine, for plan --profile",
     "schedule": "draw, simulate or verify a pipeline schedule, without torch",
     "export": "turn a checkpoint into a directory that transformers' from_pretrained loads",
+    "consolidate": "turn a sharded checkpoint, a directory, into one file",
     "doctor": "say what is installed and built, and which attention kernel is used; --json",
 }
 TRAINING = ("fit", "validate", "test", "predict")
@@ -76,6 +77,10 @@ def _run(command: str, rest: Sequence[str]) -> int:
         from lightning_seq1f1b.cli import export
 
         return export.main(rest)
+    elif command == "consolidate":
+        from lightning_seq1f1b.cli import consolidate
+
+        return consolidate.main(rest)
     elif command == "doctor":
         from lightning_seq1f1b.cli import doctor
 

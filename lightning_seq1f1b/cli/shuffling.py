@@ -44,7 +44,7 @@ class LengthGroups(Sampler[int]):
 
     Args:
         lengths: tokens of every row.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch, over all replicas.
         seed: the seed of all epochs.
         epoch: tells the current epoch.
     """

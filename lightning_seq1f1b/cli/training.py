@@ -11,7 +11,12 @@ from typing import Any, NoReturn
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lightning_seq1f1b.callbacks.pipeline_monitor import PipelineMonitor
+from lightning_seq1f1b.callbacks.sample_text import SampleText
+
 PROGRAM = "lightning-seq1f1b"
+CALLBACKS = (PipelineMonitor, SampleText)
+"""Those that a YAML file may name without the package's name, as Lightning's own: they are imported by then."""
 TRAINER_DEFAULTS = {"strategy": {"class_path": "lightning_seq1f1b.Seq1F1BStrategy"}, "gradient_clip_val": 1.0}
 CLASS_DEFAULTS = {
     "model": {"class_path": "lightning_seq1f1b.CausalLM"},

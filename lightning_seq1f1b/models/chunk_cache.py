@@ -41,17 +41,17 @@ class ChunkedState(SummedLoss):
         self.last_position = last_position
         self._buffers: dict[tuple[str, int], KVBuffer] = {}
         self._carries: dict[tuple[str, int, int], Carry] = {}
-        self.further_roots: Callable[[int], Iterable[tuple[Tensor, Tensor]]] = lambda chunk: ()
-        """Gives, for a chunk, more tensors that its backward starts from, with their gradients."""
+        self.further_roots: Callable[[int, Tensor | None], Iterable[tuple[Tensor, Tensor]]] = lambda chunk, scale: ()
+        """Gives, for a chunk, more tensors that its backward starts from, with so many times their gradients."""
 
     def chunk(self, index: int, span: Span) -> ChunkCache:
         """The cache that a model is given for one chunk. Asking again gives an equal one."""
         return ChunkCache(self, index, span)
 
-    def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+    def carried(self, chunk: int, scale: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Recurrent states that `chunk` handed on, with the gradients that came back, and `further_roots`."""
         taken = [pair for carry in self._carries.values() if (pair := carry.take(chunk)) is not None]
-        taken += self.further_roots(chunk)
+        taken += self.further_roots(chunk, scale)
         return [value for value, _ in taken], [gradient for _, gradient in taken]
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ class GrowingState:
         self.cache, self.last_position = cache, last_position
         self.logits: Tensor | None = None
 
-    def carried(self, chunk: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def carried(self, chunk: int, scale: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Nothing: there is no backward."""
         return (), ()
 
-    def seed(self, chunk: int) -> Tensor | None:
+    def seed(self, chunk: int, scale: Tensor | None = None) -> Tensor | None:
         """None: there is no backward."""
         return None
 

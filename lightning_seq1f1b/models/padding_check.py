@@ -9,7 +9,7 @@ def silence_padding_check(model: nn.Module) -> None:
     """Turn the check off for good.
 
     It reads tokens back from the device in every chunk, and warns about padding whose mask was dropped on purpose (see
-    `runtime.batching.needed_mask`).
+    `runtime.needs.Needs`).
     """
     for module in model.modules():
         if hasattr(type(module), "warn_if_padding_and_no_attention_mask"):

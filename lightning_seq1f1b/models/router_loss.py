@@ -81,18 +81,19 @@ class RouterLoss:
         chosen, probability, tokens = self._means(sums)
         return self.coefficient * self.num_experts * (chosen * probability).sum() * (tokens > 0)
 
-    def gradient(self, logits: Tensor, real: Tensor | None, sums: Tensor) -> Tensor:
+    def gradient(self, logits: Tensor, real: Tensor | None, sums: Tensor, scale: Tensor | None = None) -> Tensor:
         """The gradient of `value` with respect to the logits of one router, in their dtype.
 
         Args:
             logits: [rows x tokens, experts].
             real: as for `gather`.
             sums: over all stages and chunks.
+            scale: 0-d, a factor of the gradient; None for 1.
         """
         chosen, _, tokens = self._means(sums)
         factor = (self.coefficient * self.num_experts * chosen / tokens.clamp(min=1)).to(logits.device)
         wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
-        factor = factor.to(wide.dtype)
+        factor = factor.to(wide.dtype) if scale is None else factor.to(wide.dtype) * scale
         gradient = wide * (factor - (wide * factor).sum(-1, keepdim=True))
         if real is not None:
             gradient = gradient * real.reshape(-1, 1)
@@ -160,11 +161,11 @@ class Routers:
         """The auxiliary loss times its coefficient, 0-d, after `complete`; waits for the other ranks' forwards."""
         return self.loss.value(self._total())
 
-    def take(self, stage: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def take(self, stage: int, chunk: int, scale: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The router logits of a chunk with their gradients, after `complete`; forgotten then."""
         logits, real = self._kept.pop((stage, chunk))
         for each in logits:
-            yield each, self.loss.gradient(each, real, self._total())
+            yield each, self.loss.gradient(each, real, self._total(), scale)
 
     def _total(self) -> Tensor:
         if self._wait is not None:

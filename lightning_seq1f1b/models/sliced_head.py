@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_seq1f1b.models.split import Split
 from lightning_seq1f1b.models.stubs import Stub
-from lightning_seq1f1b.models.wide_gradients import summed_in_float32
 from lightning_seq1f1b.runtime.linear_layers import linear_layers
 from lightning_seq1f1b.runtime.split_backward import DeferredGradients, SplitBackward
 from lightning_seq1f1b.schedule import logits
@@ -24,7 +23,7 @@ class SlicedHead:
     The trunk runs once, for the whole chunk; then the model's own forward runs for every slice with a stub in place of
     the trunk that gives the slice's part of what the trunk gave. So soft-caps, scales and whatever else a family does
     with its logits stay its own. The gradient of the trunk's output is put together from the slices'; those of
-    parameters are added to `.grad`. The loss must be a sum over tokens, as between chunks.
+    parameters are added to `.grad`, also float32 sums. The loss must be a sum over tokens, as between chunks.
 
     Args:
         split: the cut model.
@@ -75,13 +74,16 @@ class SlicedHead:
         """
         return self._loss(trunk_output, hidden_states(trunk_output), arguments)
 
-    def loss_and_gradient(self, trunk_output: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def loss_and_gradient(
+        self, trunk_output: Any, arguments: Mapping[str, Any], scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The chunk's loss, and the gradient of the trunk's hidden states; parameters get theirs where grad mode is on.
 
         Args:
             trunk_output: from `run_trunk`; `can_slice` says yes to it.
             arguments: of the model's forward that count behind the trunk: labels and so on. Tensors of [rows, length,
                 ...] are sliced, all others are given as they are.
+            scale: 0-d, a factor of all gradients; None for 1.
 
         Returns:
             The loss, 0-d, without autograd, float32 at least; and the gradient, [rows, length, hidden size], or None
@@ -97,16 +99,15 @@ class SlicedHead:
         now = DeferredGradients()
         behind = set(self._behind())
         split = SplitBackward([layer for layer in linear_layers(self._model, (Conv1D,)) if layer.module in behind])
-        with summed_in_float32(self._parameters()) as collect, split.deferring(now):
+        with split.deferring(now):
             for start in range(0, length, step):
                 part = slice(start, start + step)
                 leaf = hidden.detach()[:, part].contiguous().requires_grad_(wanted)
                 loss = self._loss(_with_hidden(trunk_output, leaf), leaf, _sliced(arguments, part, hidden))
                 if loss.requires_grad:
                     with torch.autocast(hidden.device.type, enabled=False):
-                        torch.autograd.backward(loss)
+                        torch.autograd.backward(loss, scale)
                     now.accumulate()
-                    collect()
                 if gradient is not None:
                     assert leaf.grad is not None
                     gradient[:, part] = leaf.grad

@@ -28,9 +28,10 @@ class TalliedState(ChunkedState):
         super().__init__(kinds, length, last_position)
         self.tally, self.own_loss = tally, own_loss
 
-    def seed(self, chunk: int) -> Tensor | None:
-        """The gradient of what the tally made of the chunk's logits."""
-        return self.tally.seed(chunk)
+    def seed(self, chunk: int, scale: Tensor | None = None) -> Tensor | None:
+        """The gradient of what the tally made of the chunk's logits, float32 at least."""
+        gradient = self.tally.seed(chunk)
+        return gradient if gradient is None or scale is None else gradient * scale
 
     def result(self) -> Mapping[str, Tensor]:
         """What the tally gives, and the model's own loss, 0-d, if it was asked for."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,67 @@ def check_same_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
             "a term over self.parameters() or over one module sees a different part on every stage; use the "
             "optimizer's weight_decay, or add only what all stages can compute"
         )
+
+
+class UnevenLoadersError(ValueError):
+    """The data loaders of the processes have different numbers of batches."""
+
+
+def check_same_length(kind: str, length: float | None, group: dist.ProcessGroup) -> None:
+    """Compare how many batches the processes will take from a loader.
+
+    Args:
+        kind: of the loader, such as "train_dataloader".
+        length: of this process's; None where it is not known.
+        group: a CPU group of all processes.
+
+    Raises:
+        UnevenLoadersError: on every rank alike, when they differ.
+    """
+    here = torch.tensor([-1 if length is None else int(length)], dtype=torch.int64)
+    lengths = [torch.zeros_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, here, group=group)
+    by_rank = [int(each) for each in lengths]
+    if len(set(by_rank)) > 1:
+        _uneven(kind, [f"has {'no length' if each < 0 else f'{each} batches'}" for each in by_rank])
+
+
+def check_same_progress(kind: str, batch: int, ended: bool, group: dist.ProcessGroup) -> None:
+    """Compare how far the processes are with a loader whose length they cannot know.
+
+    Args:
+        kind: of the loader, such as "train_dataloader".
+        batch: number of the batch that is due.
+        ended: whether this process's loader has none any more.
+        group: a CPU group of all processes.
+
+    Raises:
+        UnevenLoadersError: on every rank alike, when one has come to its end and another has not.
+    """
+    here = 2 * batch + ended
+    bounds = torch.tensor([here, -here], dtype=torch.int64)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    if int(bounds[0]) == -int(bounds[1]):
+        return
+    held = [(kind, batch, ended)] * dist.get_world_size(group)
+    dist.all_gather_object(held, (kind, batch, ended), group=group)
+    same = len({kind for kind, _, _ in held}) == 1
+    _uneven(
+        kind if same else "dataloader",
+        [
+            f"{'' if same else f'({kind}) '}{'ended after' if ended else 'goes on after'} {batch} batches"
+            for kind, batch, ended in held
+        ],
+    )
+
+
+def _uneven(kind: str, by_rank: Sequence[str]) -> NoReturn:
+    held = "; ".join(f"rank {rank} {what}" for rank, what in enumerate(by_rank))
+    raise UnevenLoadersError(
+        f"the {kind} has different lengths on different processes: {held}. Every process must take equally many "
+        "batches, or some would wait for others: limit them with limit_train_batches, limit_val_batches, "
+        "limit_test_batches or limit_predict_batches to what all have, or let the dataset repeat or leave out rows"
+    )
 
 
 def check_same_turn(inputs: Mapping[str, Tensor] | None, group: dist.ProcessGroup) -> None:

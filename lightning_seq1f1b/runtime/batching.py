@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.documents import document_starts, first_tokens, padding_documents
+from lightning_seq1f1b.runtime.needs import Needs, needs_of
 from lightning_seq1f1b.runtime.row_groups import RowGroup, split_rows
 from lightning_seq1f1b.schedule.actions import Unit
 from lightning_seq1f1b.schedule.spans import Span
@@ -83,23 +84,6 @@ def shift_labels(labels: Tensor) -> Tensor:
     Done once on whole rows, before cutting, so that no chunk border loses a target.
     """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def needed_mask(attention_mask: Tensor | None, shifted: Tensor | None) -> Tensor | None:
-    """The mask, or None when dropping it changes no supervised token's loss.
-
-    That is so when nothing is padded, and when all padding stands at the right and none of it is supervised: causal
-    attention already hides what comes later. Without a mask, attention keeps its fast path.
-    """
-    if attention_mask is None:
-        return None
-    real = attention_mask.bool()
-    if bool(real.all()):
-        return None
-    right_padded = bool((real[:, 1:] <= real[:, :-1]).all())
-    if right_padded and shifted is not None and bool((shifted[~real] == IGNORE_INDEX).all()):
-        return None
-    return attention_mask
 
 
 def row_ends(batch: Mapping[str, Tensor], *, labels_alone_count: bool = True) -> list[int]:
@@ -181,7 +165,10 @@ def cut_groups(
     if "loss_weights" in extras:
         extras["loss_weights"] = F.pad(extras["loss_weights"][:, 1:], (0, 1))
 
-    def microbatch(index: int, group: RowGroup, spans: Sequence[Span]) -> Microbatch:
+    supervised = None if shifted is None else shifted != IGNORE_INDEX
+    needs = needs_of(groups, padding, supervised, first_key)
+
+    def microbatch(index: int, group: RowGroup, spans: Sequence[Span], needs: Needs) -> Microbatch:
         if spans[0].start != 0 or spans[-1].stop != group.length:
             raise ValueError(
                 f"chunks cover tokens {spans[0].start} to {spans[-1].stop}, but the rows have {group.length} tokens"
@@ -192,11 +179,11 @@ def cut_groups(
             return None if tensor is None else tensor[rows_of_batch, : group.length]
 
         own_labels, own_padding = of_rows(shifted), of_rows(padding)
-        mask = needed_mask(own_padding, own_labels)
+        mask = own_padding if needs.mask else None
         # Under a mask some families count real tokens only; the model knows, and has the whole mask.
         given = counted if positions is None and mask is None else positions
         own_positions = None if given is None else of_rows(given.expand(rows, length))
-        own_first_key = _needed_first_key(of_rows(first_key))
+        own_first_key = of_rows(first_key) if needs.borders else None
 
         def chunk(number: int, span: Span) -> Chunk:
             tokens = slice(span.start, span.stop)
@@ -221,18 +208,13 @@ def cut_groups(
         chunks = tuple(chunk(number, span) for number, span in enumerate(spans))
         return Microbatch(index, len(group.rows), group.length, chunks, last_position, group.rows)
 
-    return tuple(microbatch(index, *cut) for index, cut in enumerate(zip(groups, spans, strict=True)))
+    return tuple(microbatch(index, *cut) for index, cut in enumerate(zip(groups, spans, needs, strict=True)))
 
 
 def _places(rows: tuple[int, ...]) -> slice | list[int]:
     """An index of the rows: a slice, which copies nothing, where they are neighbours in their order."""
     first, stop = rows[0], rows[0] + len(rows)
     return slice(first, stop) if rows == tuple(range(first, stop)) else list(rows)
-
-
-def _needed_first_key(first_key: Tensor | None) -> Tensor | None:
-    """None when every row is one document, as attention without it keeps its fast path."""
-    return first_key if first_key is not None and bool(first_key.any()) else None
 
 
 def loss_denominator(shifted: Tensor | None, num_items: Tensor | float | None, device: torch.device) -> Tensor:

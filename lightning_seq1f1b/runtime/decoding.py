@@ -33,7 +33,8 @@ class Decoding:
     def __init__(self, pipeline: Pipeline, stages: Mapping[int, Stage]) -> None:
         self.pipeline = pipeline
         topology, transport = pipeline.topology, pipeline.executor.transport
-        self._executor = Executor(stages, transport, topology.pipeline_rank, pipeline.device)
+        position = pipeline.executor.position
+        self._executor = Executor(stages, transport, topology.pipeline_rank, pipeline.device, position)
         self._format: WireFormat | None = None
 
     def agree(self, inputs: Mapping[str, Tensor] | None) -> None:

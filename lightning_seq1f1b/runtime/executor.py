@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Microbatch
+from lightning_seq1f1b.runtime.finite import FiniteCheck
 from lightning_seq1f1b.runtime.messages import Messages
 from lightning_seq1f1b.runtime.objective import Objective
+from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.split_backward import DeferredGradients, SplitBackward
 from lightning_seq1f1b.runtime.stage import MicrobatchState, Stage
 from lightning_seq1f1b.runtime.trace import StepTrace, measured
@@ -32,13 +34,20 @@ class Executor:
         transport: this rank's end of the pipeline.
         pipeline_rank: which rank of the plan this is.
         device: where the stages compute.
+        position: where it notes the action that it executes.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], transport: Transport, pipeline_rank: int, device: torch.device
+        self,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        pipeline_rank: int,
+        device: torch.device,
+        position: Position | None = None,
     ) -> None:
         self.stages, self.transport = stages, transport
         self.pipeline_rank, self.device = pipeline_rank, device
+        self.position = Position() if position is None else position
         self._formats: dict[object, Formats] = {}
 
     def run(
@@ -47,6 +56,8 @@ class Executor:
         microbatches: Sequence[Microbatch],
         trace: StepTrace | None = None,
         objective: Objective | None = None,
+        loss_scale: Tensor | None = None,
+        finite: FiniteCheck | None = None,
     ) -> list[Mapping[str, Tensor]] | None:
         """Execute this rank's actions of one step.
 
@@ -57,6 +68,8 @@ class Executor:
             microbatches: the batch, cut; equal on all ranks.
             trace: collects the times of the compute actions.
             objective: what is asked of the microbatches; None for the model's own loss.
+            loss_scale: 0-d, equal on all ranks; all gradients come out multiplied by it. None for 1.
+            finite: looks at all that is computed.
 
         Returns:
             On the rank of the last stage what every microbatch gives, see `MicrobatchState.result`; None elsewhere.
@@ -66,7 +79,8 @@ class Executor:
         """
         formats = self._formats.setdefault(mode(self.device), {})
         messages = Messages(plan, self.pipeline_rank, self.transport, formats, microbatches, self.device)
-        results = _Step(self, plan, messages, microbatches, trace, objective).run()
+        results = _Step(self, plan, messages, microbatches, trace, objective, loss_scale, finite).run()
+        self.position.enter("waiting for the last messages of the step to leave")
         self.transport.finish()
         return results
 
@@ -82,16 +96,19 @@ class _Step:
         microbatches: Sequence[Microbatch],
         trace: StepTrace | None,
         objective: Objective | None,
+        loss_scale: Tensor | None,
+        finite: FiniteCheck | None,
     ) -> None:
-        self.stages, self.device = executor.stages, executor.device
+        self.stages, self.device, self.position = executor.stages, executor.device, executor.position
         self.plan, self.actions = plan, plan.actions_of(executor.pipeline_rank)
         self.messages, self.microbatches, self.trace, self.objective = messages, microbatches, trace, objective
+        self.loss_scale, self.finite = loss_scale, finite
         self.states: dict[tuple[int, int], MicrobatchState] = {}
         self.in_flight: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = {}
         self.splits = {
             index: SplitBackward(stage.linears) for index, stage in self.stages.items() if plan.splits_backward
         }
-        self.weights = WeightQueue(trace, self.device)
+        self.weights = WeightQueue(trace, self.device, self.position, finite)
         self.num_forwards = 0
         self.results: dict[int, Mapping[str, Tensor]] = {}
 
@@ -108,6 +125,7 @@ class _Step:
         }
         with torch.set_grad_enabled(self.plan.trains):
             for action in self.actions:
+                self.position.enter(action)
                 handlers[action.kind](action)
         left = [*self.states, *self.in_flight, *self.messages.left()]
         if left or self.weights:
@@ -124,15 +142,18 @@ class _Step:
         trained = self.plan.trains_stage(action.stage)
         while trained and self.weights and cap is not None and self.num_forwards - self.weights.done >= cap:
             self.weights.run_oldest()
+            self.position.enter(action)
         hidden = None
         if action.stage > 0:
             wanted = self.plan.trains_stage(action.stage - 1)
-            hidden = self.taken(Action(Kind.RECV_F, action.stage, unit)).requires_grad_(wanted)
+            hidden = self.taken(Action(Kind.RECV_F, action.stage, unit), action).requires_grad_(wanted)
         if unit.chunk == 0:
             self.states[key] = stage.open(microbatch, training=self.plan.trains, objective=self.objective)
         with torch.set_grad_enabled(trained), measured(self.trace, action), self.deferring(action.stage):
             output = stage.forward(microbatch.chunks[unit.chunk], hidden, self.states[key])
         self.weights.launched()
+        if self.finite is not None:
+            self.finite.forward(action, output)
         self.num_forwards += trained
         if action.stage < stage.num_stages - 1:
             self.messages.give(Action(Kind.SEND_F, action.stage, unit), output.detach())
@@ -148,11 +169,11 @@ class _Step:
         hidden, output = self.in_flight.pop((action.stage, unit))
         state, deferred = self.states[key], DeferredGradients()
         is_last = action.stage == stage.num_stages - 1
-        received = None if is_last else self.taken(Action(Kind.RECV_B, action.stage, unit))
+        received = None if is_last else self.taken(Action(Kind.RECV_B, action.stage, unit), action)
         with measured(self.trace, action), self.deferring(action.stage, deferred):
             # On the last stage this may compute the loss first, which then is part of the backward.
-            gradient = state.seed(unit.chunk) if is_last else received
-            carried, carried_gradients = state.carried(unit.chunk)
+            gradient = state.seed(unit.chunk, self.loss_scale) if is_last else received
+            carried, carried_gradients = state.carried(unit.chunk, self.loss_scale)
             roots = [(output, gradient), *zip(carried, carried_gradients, strict=True)]
             roots = [(root, grad) for root, grad in roots if root.requires_grad]
             if roots:
@@ -163,6 +184,8 @@ class _Step:
         if action.kind is Kind.I:
             self.weights.add(Action(Kind.W, action.stage, unit), deferred)
         self.weights.launched()
+        if self.finite is not None:
+            self.finite.backward(action, None if hidden is None else hidden.grad)
         if hidden is not None and hidden.requires_grad:
             # Without a path to its input (a stage of frozen modules) the gradient is zero.
             sent = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -175,14 +198,19 @@ class _Step:
         state = self.states.pop((action.stage, action.unit.microbatch))
         if action.stage == self.stages[action.stage].num_stages - 1:
             self.results[action.unit.microbatch] = state.result()
+            if self.finite is not None:
+                self.finite.result(action, self.results[action.unit.microbatch])
         state.close()
 
     def weight(self, action: Action) -> None:
         self.weights.run_planned()
 
-    def taken(self, receive: Action) -> Tensor:
+    def taken(self, receive: Action, consumer: Action) -> Tensor:
         self.weights.fill(lambda: self.messages.is_here(receive))
-        return self.messages.take(receive)
+        self.position.enter(receive)
+        tensor = self.messages.take(receive)
+        self.position.enter(consumer)
+        return tensor
 
     def deferring(self, stage: int, store: DeferredGradients | None = None) -> AbstractContextManager[None]:
         return self.splits[stage].deferring(store) if self.splits else nullcontext()

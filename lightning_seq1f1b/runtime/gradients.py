@@ -1,4 +1,4 @@
-"""Gradients as a whole: set old ones aside, sum tied copies, average replicas, take the norm over all stages."""
+"""Gradients as a whole: set old ones aside, deliver fresh ones, take the norm over all stages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_seq1f1b.runtime.wide_gradients import WideGradients
+
 
 class GradientStash:
     """Fresh gradients of one pipelined step, kept out of `.grad` until the host's backward asks for them.
+
+    Those of bfloat16 and float16 parameters are float32, see `WideGradients`.
 
     Args:
         parameters: whose gradients the step computes.
@@ -19,16 +23,19 @@ class GradientStash:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._kept: list[Tensor | None] = []
+        self._wide = WideGradients(self._parameters)
 
     def set_aside(self, *, keep: bool) -> None:
         """Clear `.grad` before the step; what was there is kept for `take` when `keep`, else freed."""
         self._kept = [parameter.grad if keep else None for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        self._wide.begin()
 
     def take(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Move the fresh gradients out of `.grad` and put back what was set aside."""
         fresh = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        self._wide.end()
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             parameter.grad = kept
         self._kept = []
@@ -38,51 +45,19 @@ class GradientStash:
 def deliver(fresh: list[tuple[nn.Parameter, Tensor]], factor: Tensor) -> None:
     """Add `factor` times the stashed gradients to `.grad`, and empty the list.
 
+    `.grad` has the dtype that autograd would give it, the parameter's; a sum is rounded to it once.
+
     Args:
-        fresh: what `GradientStash.take` returned; its tensors are scaled in place.
+        fresh: what `GradientStash.take` returned; its tensors are scaled in place, and let go of one by one.
         factor: 0-d; the gradient of the loss that the host's backward starts from.
     """
-    for parameter, gradient in fresh:
+    while fresh:
+        parameter, gradient = fresh.pop()
         gradient.mul_(factor.to(gradient.dtype))
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    fresh.clear()
-
-
-def sum_where_any(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
-    """Sum `.grad` over a group, in place, for the parameters that have one on any of its processes.
-
-    Where none has one it stays None, so that an optimizer passes the parameter by, as on one device.
-
-    Args:
-        parameters: the same on all processes of the group.
-        group: the processes that hold copies of them.
-
-    Returns:
-        The summed gradients.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return []
-    has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-    has = has.to(trained[0].device)
-    dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
-    works = []
-    for parameter, any_has in zip(trained, has.tolist(), strict=True):
-        if any_has:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            works.append((dist.all_reduce(parameter.grad, group=group, async_op=True), parameter.grad))
-    for work, _ in works:
-        assert work is not None
-        work.wait()
-    return [gradient for _, gradient in works]
-
-
-def average_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average `.grad` over the replicas, in place; a replica without a gradient that others have counts as zero."""
-    size = dist.get_world_size(group)
-    for gradient in sum_where_any(parameters, group):
-        gradient.div_(size)
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient)
+        else:
+            parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
 
 
 def pipeline_norm(gradients: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:

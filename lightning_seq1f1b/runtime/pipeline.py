@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from lightning_seq1f1b.runtime.adding_up import check_adds_up
 from lightning_seq1f1b.runtime.agreement import check_same_batch, check_same_plan, lowest
 from lightning_seq1f1b.runtime.batching import cut_groups, row_ends
+from lightning_seq1f1b.runtime.copied_gradients import CopiedGradients
 from lightning_seq1f1b.runtime.executor import Executor
-from lightning_seq1f1b.runtime.gradients import sum_where_any
+from lightning_seq1f1b.runtime.finite import FiniteCheck
 from lightning_seq1f1b.runtime.objective import Objective, SummedObjective
+from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.row_groups import RowGroup, group_rows
 from lightning_seq1f1b.runtime.stage import Stage
+from lightning_seq1f1b.runtime.step_load import Load
 from lightning_seq1f1b.runtime.step_result import Sharing, StepResult
 from lightning_seq1f1b.runtime.topology import Groups, Topology
 from lightning_seq1f1b.runtime.trace import StepTrace
@@ -170,6 +173,10 @@ class Pipeline:
         outside: parameters that every rank holds; hooks may use them within some stage's layers.
         loss_dtype: of the returned loss; float32, or float64 for a double-precision model.
         device: where the stages compute.
+        position: where the process notes what it is at.
+
+    Attributes:
+        announce: called once, with the next plan that trains, the chunks of every microbatch and its rows.
     """
 
     def __init__(
@@ -183,6 +190,7 @@ class Pipeline:
         outside: Sequence[nn.Parameter],
         loss_dtype: torch.dtype,
         device: torch.device,
+        position: Position,
     ) -> None:
         self.topology, self.groups, self.cutting, self.shape = topology, groups, cutting, shape
         self.tied, self.outside = tied, outside
@@ -190,10 +198,11 @@ class Pipeline:
         self._sharing = Sharing(topology.pipeline_ranks[-1], groups.pipeline, groups.control, loss_dtype, device)
         directions = {FORWARD: groups.forward, BACKWARD: groups.backward}
         transport = ProcessTransport(topology.pipeline_ranks, directions, device)
-        self.executor = Executor(stages, transport, topology.pipeline_rank, device)
+        self.executor = Executor(stages, transport, topology.pipeline_rank, device, position)
         # Dropout on the CPU draws from the process's generator. Ranks draw different amounts, so the step runs on a
         # stream of its own: outside it all ranks stay in step, and a RandomSampler shuffles alike on all of them.
-        self._random_state: Tensor | None = None
+        self.random_state: Tensor | None = None
+        self.announce: Callable[[Plan, tuple[tuple[Span, ...], ...], tuple[int, ...]], None] | None = None
         self._compared: set[tuple[int, int, bool, int]] = set()
         self._tried: set[Hashable] = set()
 
@@ -204,14 +213,18 @@ class Pipeline:
         training: bool,
         trace: StepTrace | None = None,
         objective: Objective | None = None,
+        loss_scale: Tensor | None = None,
+        finite: FiniteCheck | None = None,
     ) -> StepResult:
-        """Run one batch; gradients are added to the parameters' `.grad` when `training`.
+        """Run one batch; gradients are added to the parameters' `.grad` when `training`, but for those in `copied`.
 
         Args:
             batch: as for `runtime.batching.cut_batch`; equal on all pipeline ranks.
             training: forward and backward, else forward only.
             trace: collects the times of this rank's compute actions.
             objective: what is asked of the batch; None for the model's own loss.
+            loss_scale: see `Executor.run`; the loss that is returned is not scaled.
+            finite: looks at all that is computed.
 
         Returns:
             The batch's loss and what else was asked for.
@@ -219,7 +232,10 @@ class Pipeline:
         Raises:
             ValueError: on every rank, before any activation moves, when the ranks' batches or plans differ or the batch
                 cannot be cut as asked.
+            FloatingPointError: on every rank, when `finite` has found anything on one.
         """
+        position = self.executor.position
+        position.enter("waiting for all stages to come with their batch")
         # Also what else decides the plan, which must be the same on all ranks.
         settings = {"gradients enabled": torch.tensor(training)}
         if objective is not None:
@@ -242,18 +258,27 @@ class Pipeline:
         microbatches = cut_groups(batch, groups, spans)
         self._check_same_plan(plan, spans, (rows, longest, training, first))
         if trace is not None:
-            trace.plan, trace.spans = plan, spans
+            trace.begin(plan, spans, Load.of(batch, groups, self.shape))
+        if training and self.announce is not None:
+            self.announce(plan, spans, tuple(len(group.rows) for group in groups))
+            self.announce = None
         with self._own_random_stream():
-            results = self.executor.run(plan, microbatches, trace, objective)
+            results = self.executor.run(plan, microbatches, trace, objective, loss_scale, finite)
+        if finite is not None:
+            position.enter("waiting for what all stages have found")
+            finite.raise_first(plan, self.topology, self.groups.control)
+        position.enter("waiting for the loss")
+        copied: list[CopiedGradients] = []
         if training:
-            # The copies then take identical optimizer steps and stay one weight.
-            if self.tied:
-                sum_where_any(self.tied, self.groups.ends)
-            sum_where_any(self.outside, self.groups.pipeline)
+            # With the sums, copies take identical optimizer steps and stay one weight.
+            copied.append(CopiedGradients(self.tied, self.groups.ends))
+            copied.append(CopiedGradients(self.outside, self.groups.pipeline))
         if objective is None:
-            return replace(self._sharing.loss(results), trained=training)
-        shape = (rows, batch["input_ids"].shape[1])
-        return replace(self._sharing.everything(results, microbatches, shape), trained=training)
+            result = self._sharing.loss(results)
+        else:
+            shape = (rows, batch["input_ids"].shape[1])
+            result = self._sharing.everything(results, microbatches, shape)
+        return replace(result, trained=training, copied=copied)
 
     def _try(self, objective: SummedObjective, batch: Mapping[str, Tensor], num_microbatches: int) -> None:
         trial = (objective.identity, "attention_mask" in batch, num_microbatches > 1)
@@ -287,13 +312,13 @@ class Pipeline:
         if self.topology.num_stages == 1:
             yield
             return
-        if self._random_state is None:
+        if self.random_state is None:
             seed = torch.initial_seed() + 1 + self.topology.rank
-            self._random_state = torch.Generator().manual_seed(seed).get_state()
+            self.random_state = torch.Generator().manual_seed(seed).get_state()
         outside = torch.get_rng_state()
-        torch.set_rng_state(self._random_state)
+        torch.set_rng_state(self.random_state)
         try:
             yield
         finally:
-            self._random_state = torch.get_rng_state()
+            self.random_state = torch.get_rng_state()
             torch.set_rng_state(outside)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_seq1f1b.ops.once import refuse_second_derivatives
 from lightning_seq1f1b.runtime.linear_layers import LinearLayer
+from lightning_seq1f1b.runtime.wide_gradients import LOW
 
 
 class DeferredGradients:
@@ -166,7 +167,7 @@ class _Use:
         """The bias's gradient, from [..., outputs]; None where there is no bias to train."""
         if self.bias is None or not self.bias.requires_grad:
             return None
-        return gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=self.bias.dtype)
+        return gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=_gradient_dtype(self.bias))
 
     def accumulate(self, value: Tensor, gradient: Tensor) -> None:
         """Add both to `.grad`."""
@@ -233,7 +234,7 @@ class _InputGradient(torch.autograd.Function):
                 if ctx.now.store is not None:
                     ctx.now.store.keep(ctx.use, low, gradient)
                 else:
-                    weight = torch.mm(*ctx.use.factors(low, gradient)).to(ctx.use.weight.dtype)
+                    weight = _product(ctx.use.factors(low, gradient), _gradient_dtype(ctx.use.weight))
                     bias = ctx.use.bias_gradient(gradient)
         return own, weight, bias, None, None
 
@@ -266,11 +267,30 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 
 def _add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `.grad`, without a temporary of the parameter's size where the dtypes allow it."""
-    if parameter.grad is None and parameter.dtype == left.dtype:
+    total, dtype = parameter.grad, _gradient_dtype(parameter)
+    if total is None and dtype == left.dtype:
         parameter.grad = torch.mm(left, right, out=torch.empty_like(parameter))
-    elif parameter.grad is None:
-        parameter.grad = torch.mm(left, right).to(parameter.dtype)
-    elif parameter.grad.dtype == left.dtype:
-        parameter.grad.addmm_(left, right)
+    elif total is None:
+        parameter.grad = _product((left, right), dtype)
+    elif total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _can_widen(left, total.dtype):
+        torch.addmm(total, left, right, total.dtype, out=total)
     else:
-        parameter.grad.add_(torch.mm(left, right))
+        total.add_(torch.mm(left, right))
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What a gradient is summed in: the parameter's dtype, if nobody has chosen another one."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _product(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    if _can_widen(factors[0], dtype):
+        return torch.mm(*factors, dtype)
+    return torch.mm(*factors).to(dtype)
+
+
+def _can_widen(factor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of such factors can be had in a wider dtype without being rounded to theirs first."""
+    return factor.is_cuda and dtype == torch.float32 and factor.dtype in LOW

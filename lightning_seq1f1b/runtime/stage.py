@@ -15,18 +15,23 @@ from lightning_seq1f1b.runtime.objective import Objective
 class MicrobatchState(Protocol):
     """What a microbatch leaves on a stage from chunk to chunk: keys and values, their gradients, recurrent states."""
 
-    def carried(self, chunk: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def carried(self, chunk: int, scale: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Values that `chunk` handed to later chunks through autograd, and the gradients those chunks left for them.
 
         Keys and values need no entry here: their gradients travel inside the KV buffer. Recurrent states do. Called
-        right before the backward of `chunk`; the tensors are extra roots of that one autograd call.
+        right before the backward of `chunk`; the tensors are extra roots of that one autograd call. Gradients that do
+        not come from later chunks are multiplied by `scale`, see `seed`.
         """
         ...
 
-    def seed(self, chunk: int) -> Tensor | None:
+    def seed(self, chunk: int, scale: Tensor | None = None) -> Tensor | None:
         """On the last stage, the gradient that the backward of what `chunk` returned starts from; None for 1.
 
         Called as a part of that backward, which so may compute the loss first.
+
+        Args:
+            chunk: the chunk.
+            scale: 0-d, by which all gradients are multiplied before they are rounded to low precision; None for 1.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seq1f1b.runtime.batching import Microbatch
+from lightning_seq1f1b.runtime.copied_gradients import CopiedGradients
 from lightning_seq1f1b.runtime.objective import LOGITS, LOSS, added_up
 
 
@@ -23,12 +25,14 @@ class StepResult:
         logits: [rows, length, vocabulary] in the batch's order of rows, zero for padding that was not computed; None
             when nobody asked for them.
         trained: whether gradients were computed; not where nothing on any rank requires one.
+        copied: gradients of this rank's parameters that other stages hold too, not yet in `.grad`.
     """
 
     loss: Tensor | None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
     trained: bool = False
+    copied: Sequence[CopiedGradients] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class _Told:
 
 class Sharing:
     """Hands out what only the last stage has.
+
+    The last stage ends a step first and does not wait until the others take what it has sent.
 
     Args:
         source: the rank of the last stage.
@@ -65,9 +71,11 @@ class Sharing:
     ) -> None:
         self._source, self._values, self._names = source, values, names
         self._dtype, self._device = dtype, device
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def loss(self, results: Sequence[Mapping[str, Tensor]] | None) -> StepResult:
         """The step's result when only the model's own loss was asked for; `results` are the executor's."""
+        self._let_go()
         given = {} if results is None else {LOSS: torch.stack([each[LOSS] for each in results]).sum()}
         return StepResult(self._handed_out(given, {LOSS: None})[LOSS])
 
@@ -82,16 +90,15 @@ class Sharing:
         Raises:
             ValueError: on the last stage, when the microbatches give different metrics.
         """
-        told: list[_Told | None] = [None]
+        self._let_go()
+        told: _Told | None = None
         given: dict[str, Tensor] = {}
         if results is not None:
             given = added_up(results, microbatches, shape[0])
             logits = results[0].get(LOGITS)
             names = {name: value.ndim > 0 for name, value in sorted(given.items())}
-            told = [_Told(names, None if logits is None else (logits.shape[-1], logits.dtype))]
-        dist.broadcast_object_list(told, self._source, group=self._names)
-        asked = told[0]
-        assert asked is not None, "sent by the last stage"
+            told = _Told(names, None if logits is None else (logits.shape[-1], logits.dtype))
+        asked = self._heard(told)
         values = self._handed_out(given, {name: shape[0] if of_rows else None for name, of_rows in asked.names.items()})
         whole = None
         if asked.logits is not None:
@@ -106,8 +113,36 @@ class Sharing:
         for name, value in given.items():
             pieces[name].copy_(value)
         if pieces:
-            dist.broadcast(shared, self._source, group=self._values)
+            self._broadcast(shared, self._values)
         return {name: piece[0] if rows[name] is None else piece for name, piece in pieces.items()}
+
+    def _heard(self, told: _Told | None) -> _Told:
+        """What the last stage tells; None on the others."""
+        text = torch.frombuffer(bytearray(pickle.dumps(told)), dtype=torch.uint8)
+        size = torch.tensor([len(text)])
+        self._broadcast(size, self._names)
+        if told is not None:
+            self._broadcast(text, self._names)
+            return told
+        text = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(text, self._names)
+        heard: _Told = pickle.loads(text.numpy().tobytes())
+        return heard
+
+    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Receive the last stage's values, or on it let a copy of them go."""
+        if dist.get_rank() == self._source:
+            sent = tensor.clone()
+            self._sent.append((dist.broadcast(sent, self._source, group=group, async_op=True), sent))
+        else:
+            dist.broadcast(tensor, self._source, group=group)
+
+    def _let_go(self) -> None:
+        """Forget what was sent in the step before: the others have taken it, or would not be in this one."""
+        for work, _ in self._sent:
+            assert work is not None
+            work.wait()
+        self._sent.clear()
 
     def _gathered(
         self,

@@ -13,7 +13,7 @@ class SummedLoss:
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None
-        self._put_off: dict[int, Callable[[], tuple[Tensor, Tensor | None]]] = {}
+        self._put_off: dict[int, Callable[[Tensor | None], tuple[Tensor, Tensor | None]]] = {}
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a chunk's loss, 0-d."""
@@ -21,20 +21,21 @@ class SummedLoss:
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def put_off(self, chunk: int, compute: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
+    def put_off(self, chunk: int, compute: Callable[[Tensor | None], tuple[Tensor, Tensor | None]]) -> None:
         """Let the loss of a chunk be computed by its backward.
 
         Args:
             chunk: the chunk.
-            compute: gives the loss, 0-d, and the gradient of what the stage's forward returned, None if it has none.
+            compute: given a factor of gradients, 0-d, None for 1, gives the loss, 0-d, and so many times the gradient
+                of what the stage's forward returned, None if it has none.
         """
         self._put_off[chunk] = compute
 
-    def seed(self, chunk: int) -> Tensor | None:
-        """The gradient of a loss that was put off, which is computed now; else None: the loss itself came from F."""
+    def seed(self, chunk: int, scale: Tensor | None = None) -> Tensor | None:
+        """The gradient of a loss that was put off, which is computed now; else the scale: F gave the loss itself."""
         if chunk not in self._put_off:
-            return None
-        loss, gradient = self._put_off.pop(chunk)()
+            return scale
+        loss, gradient = self._put_off.pop(chunk)(scale)
         self.add_loss(loss)
         return gradient
 

@@ -35,7 +35,7 @@ class Failure:
 
 
 @contextmanager
-def failing_together(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup, what: str, member: str = "pipeline rank") -> Iterator[None]:
     """Inside, an error on one rank is kept until all have come to the end of the block; then it is raised on all.
 
     The block must not wait for other ranks of the group.
@@ -43,6 +43,7 @@ def failing_together(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     Args:
         group: a CPU group.
         what: what is done, for the message on the other ranks: "loading LlamaForCausalLM".
+        member: what the numbers of the group's processes are.
 
     Raises:
         Exception: the rank's own where it failed; on the others an OSError, ValueError or RuntimeError with the text of
@@ -59,4 +60,4 @@ def failing_together(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         raise error
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise failure.error(f"{what} failed on pipeline rank {rank}")
+            raise failure.error(f"{what} failed on {member} {rank}")

@@ -89,6 +89,8 @@ class Groups:
         control: the same processes, always over gloo on the CPU; carries small objects and checkpoints.
         replica: the processes of all replicas that hold the same stages.
         ends: first and last pipeline rank of the replica, which share tied embeddings.
+        everyone: all processes, always over gloo on the CPU; carries small objects and checkpoints.
+        saving: the same; for a thread that writes checkpoints while `everyone` is in use elsewhere.
     """
 
     pipeline: dist.ProcessGroup
@@ -97,6 +99,8 @@ class Groups:
     control: dist.ProcessGroup
     replica: dist.ProcessGroup
     ends: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    saving: dist.ProcessGroup
 
 
 def connect_neighbours(topology: Topology, groups: Groups, device: torch.device) -> None:
@@ -143,6 +147,8 @@ def make_groups(topology: Topology, timeout: timedelta) -> Groups:
         add("ends", ends)
     for stage in range(stages):
         add("replica", tuple(range(stage, world, stages)))
+    for name in ("everyone", "saving"):
+        add(name, tuple(range(world)), "gloo")
     return Groups(
         pipeline=mine["pipeline"],
         forward=Lanes(mine["forward up"], mine["forward down"]),
@@ -150,4 +156,6 @@ def make_groups(topology: Topology, timeout: timedelta) -> Groups:
         control=mine["control"],
         replica=mine["replica"],
         ends=mine.get("ends", mine["pipeline"]),
+        everyone=mine["everyone"],
+        saving=mine["saving"],
     )

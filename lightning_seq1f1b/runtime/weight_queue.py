@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_seq1f1b.runtime.finite import FiniteCheck
+from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.split_backward import DeferredGradients
 from lightning_seq1f1b.runtime.trace import StepTrace, measured
 from lightning_seq1f1b.schedule.actions import Action
@@ -22,10 +24,14 @@ class WeightQueue:
     Args:
         trace: collects the times of the actions.
         device: where the stages compute.
+        position: where it notes the action that it runs.
+        finite: looks at the gradients that an action gives.
     """
 
-    def __init__(self, trace: StepTrace | None, device: torch.device) -> None:
-        self._trace = trace
+    def __init__(
+        self, trace: StepTrace | None, device: torch.device, position: Position, finite: FiniteCheck | None = None
+    ) -> None:
+        self._trace, self._position, self._finite = trace, position, finite
         self._due: deque[tuple[Action, DeferredGradients]] = deque()
         self._planned = self.done = 0
         # A device runs behind the program that launches its work, and is not idle while that waits for a message.
@@ -47,8 +53,11 @@ class WeightQueue:
     def run_oldest(self) -> None:
         """Run the one that has been due for longest."""
         action, gradients = self._due.popleft()
+        self._position.enter(action)
         with measured(self._trace, action):
             gradients.accumulate()
+        if self._finite is not None:
+            self._finite.weight(action)
         self.done += 1
         self.launched()
 

@@ -65,6 +65,12 @@ def check_arguments(
     )
 
 
+def check_state_dict_type(state_dict_type: str) -> None:
+    """Raise ValueError for a format of checkpoints that there is none."""
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(unknown("state_dict_type", state_dict_type, ("full", "sharded")))
+
+
 def _chunks(partition: float | Sequence[int] | str, num_chunks: int | Literal["auto"]) -> int | None:
     """The number of chunks, None where the row's length decides; the partition is checked."""
     if isinstance(partition, Sequence) and not isinstance(partition, str):

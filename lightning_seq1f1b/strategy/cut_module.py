@@ -201,22 +201,31 @@ class CutModule:
         }
         return {key: resolved[key] for key in self.shapes}
 
+    def check(self, saved: Mapping[str, tuple[int, ...] | None], *, strict: bool) -> None:
+        """Raise RuntimeError, on every rank alike, when a saved state dict does not fit the whole module's.
+
+        Args:
+            saved: shape of every entry; None for what is no tensor.
+            strict: whether keys may be missing or surplus; all that are wrong are listed.
+        """
+        problems = []
+        if strict:
+            problems += [f"missing key: {key}" for key in self.shapes if key not in saved]
+            problems += [f"unexpected key: {key}" for key in saved if key not in self.shapes]
+        for key, shape in self.shapes.items():
+            if shape is not None and key in saved and saved[key] != shape:
+                problems.append(f"size mismatch for {key}: {saved[key]} saved, {shape} here")
+        if problems:
+            raise RuntimeError(f"the checkpoint does not fit {type(self.module).__name__}:\n  " + "\n  ".join(problems))
+
     def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of a whole state dict.
 
         Raises:
-            RuntimeError: on every rank alike, for keys that are missing or unexpected when `strict`, and for shapes
-                that differ; all are listed.
+            RuntimeError: as `check`.
         """
-        problems = []
-        if strict:
-            problems += [f"missing key: {key}" for key in self.shapes if key not in state]
-            problems += [f"unexpected key: {key}" for key in state if key not in self.shapes]
-        for key, shape in self.shapes.items():
-            if shape is not None and key in state and tuple(state[key].shape) != shape:
-                problems.append(f"size mismatch for {key}: {tuple(state[key].shape)} saved, {shape} here")
-        if problems:
-            raise RuntimeError(f"the checkpoint does not fit {type(self.module).__name__}:\n  " + "\n  ".join(problems))
+        shapes = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in state.items()}
+        self.check(shapes, strict=strict)
         own = self.module.state_dict().keys()
         self.module.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
 

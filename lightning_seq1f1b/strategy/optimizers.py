@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -72,6 +72,15 @@ def check_groups(optimizer: Optimizer, whole: Sequence[WholeGroup]) -> None:
         )
 
 
+def named_groups(optimizer: Optimizer, whole: Sequence[WholeGroup]) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer's state dict, over the whole model, by name instead of number."""
+    groups = []
+    for group, before in zip(optimizer.state_dict()["param_groups"], whole, strict=True):
+        given = {} if before.given_names is None else {"param_names": before.given_names}
+        groups.append({**group, "params": [*before.names], **given})
+    return groups
+
+
 def whole_state(
     optimizer: Optimizer, whole: Sequence[WholeGroup], state_by_name: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
@@ -85,26 +94,30 @@ def whole_state(
     Returns:
         `state` and `param_groups`, numbered over the whole model.
     """
+    return numbered_state(named_groups(optimizer, whole), state_by_name)
+
+
+def numbered_state(groups: Sequence[Mapping[str, Any]], state_by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same, of groups that name their parameters, as `named_groups` gives them."""
     numbers: dict[str, int] = {}
-    groups = []
-    for group, before in zip(optimizer.state_dict()["param_groups"], whole, strict=True):
-        for name in before.names:
+    for group in groups:
+        for name in group["params"]:
             numbers.setdefault(name, len(numbers))
-        group = {**group, "params": [numbers[name] for name in before.names]}
-        if before.given_names is not None:
-            group["param_names"] = before.given_names
-        groups.append(group)
+    numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     state = {numbers[name]: state_by_name[name] for name in numbers if name in state_by_name}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": numbered}
 
 
-def local_state(saved: Mapping[str, Any], whole: Sequence[WholeGroup], local: Collection[str]) -> dict[str, Any]:
+def local_state(
+    saved: Mapping[str, Any], whole: Sequence[WholeGroup], local: Collection[str], owned: Collection[str] | None = None
+) -> dict[str, Any]:
     """The rank's part of a state that one device, or another number of stages, has saved.
 
     Args:
         saved: `state` and `param_groups` over the whole model.
         whole: of the optimizer to restore, from `keep_local`.
         local: names of this rank's parameters.
+        owned: names of those among them whose state this rank holds; all by default.
 
     Raises:
         ValueError: when the saved groups do not have the optimizer's sizes.
@@ -122,10 +135,19 @@ def local_state(saved: Mapping[str, Any], whole: Sequence[WholeGroup], local: Co
         numbers = list(range(number, number + len(kept)))
         number += len(kept)
         for new, place in zip(numbers, kept, strict=True):
-            if group["params"][place] in saved["state"]:
-                state[new] = saved["state"][group["params"][place]]
+            number_saved, name = group["params"][place], before.names[place]
+            if number_saved in saved["state"] and (owned is None or name in owned):
+                state[new] = saved["state"][number_saved]
         group = {**group, "params": numbers}
         if group.get("param_names") is not None:
             group["param_names"] = [group["param_names"][place] for place in kept]
         groups.append(group)
     return {"state": state, "param_groups": groups}
+
+
+def copy_state(optimizer: Optimizer) -> None:
+    """Give the optimizer tensors of its own on the CPU, where those it has loaded are a file's, mapped into memory."""
+    for entries in optimizer.state.values():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                entries[key] = value.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -16,11 +17,18 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.topology import Groups, Topology, connect_neighbours, make_groups
-from lightning_seq1f1b.strategy.failure import FailureBoard, open_store
+from lightning_seq1f1b.strategy.failure import GRACE_S, FailureBoard
+from lightning_seq1f1b.strategy.meeting import open_store
+from lightning_seq1f1b.strategy.forced_end import end_at_once, wait_or_kill
+from lightning_seq1f1b.strategy.watched_run import WatchedRun
 
 _BOARDS: list[FailureBoard] = []
 """The board of the default process group, which is global to the process; a second Trainer finds both here."""
+
+_SLACK = timedelta(seconds=30)
+"""Collectives wait so much longer than the strategy's timeout: at that, where every rank stands is told first."""
 
 _GROUPS: dict[tuple[Any, Topology, timedelta], Groups] = {}
 """Groups made so far within a default group: a second Trainer shares their connections and threads."""
@@ -39,8 +47,10 @@ class PipelineProcesses(ParallelStrategy):
         super().__init__()
         self.num_nodes = 1
         self._asked_stages, self._backend, self._timeout = num_stages, backend, timeout
+        self.position = Position()
         self._groups: Groups | None = None
         self._board: FailureBoard | None = None
+        self._run: WatchedRun | None = None
         self._broken = False
 
     @property
@@ -101,8 +111,8 @@ class PipelineProcesses(ParallelStrategy):
         if self._groups is None:
             self._connect_processes()
         self._broken = False
-        if self._board is not None:
-            self._board.open()
+        assert self._lightning_module is not None
+        self._run = WatchedRun(self, self._lightning_module.trainer, self._board, self._timeout.total_seconds())
         if not self.is_distributed:
             # Lightning warns wherever torch.distributed is initialised; stages all log the same value.
             warnings.filterwarnings("ignore", message=".*It is recommended to use .*sync_dist=True.*")
@@ -120,14 +130,16 @@ class PipelineProcesses(ParallelStrategy):
                 store=dist.PrefixStore("seq1f1b", store),
                 rank=topology.rank,
                 world_size=topology.world_size,
-                timeout=self._timeout,
+                timeout=self._timeout + _SLACK,
             )
             atexit.register(_leave)
-            _BOARDS.append(FailureBoard(store, topology.rank, topology.world_size))
+            if topology.world_size > 1:
+                address = os.environ["MASTER_ADDR"]
+                _BOARDS.append(FailureBoard(store, topology.rank, topology.world_size, topology.num_stages, address))
         self._board = _BOARDS[-1] if _BOARDS else None
         key = (dist.group.WORLD, topology, self._timeout)
         if key not in _GROUPS:
-            _GROUPS[key] = make_groups(topology, self._timeout)
+            _GROUPS[key] = make_groups(topology, self._timeout + _SLACK)
             connect_neighbours(topology, _GROUPS[key], self.root_device)
         self._groups = _GROUPS[key]
 
@@ -141,14 +153,14 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._is_alone:
             ids = [self.root_device.index] if self.root_device.type == "cuda" else None
             dist.barrier(device_ids=ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """An object of one rank, on all processes."""
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self._is_alone:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -157,7 +169,7 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas (or `group`): all stages of a replica hold the same value, which counts once."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, Tensor) or not dist.is_initialized() or self._is_alone:
             return tensor
         group = self._process_groups.replica if group is None else group
         mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
@@ -171,6 +183,8 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All (or any) of the processes' decisions."""
+        if self._is_alone:
+            return decision
         result = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(result, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(result)
@@ -181,34 +195,81 @@ class PipelineProcesses(ParallelStrategy):
 
         `LightningModule.all_gather` gives the group of all processes where its user gave none.
         """
+        if self._is_alone:
+            return tensor[None]
         if group is None or group is dist.group.WORLD:
             group = self._process_groups.replica
         return super().all_gather(tensor, group, sync_grads)
 
+    # ---- signals ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        """From here on signals wait for the end of a batch."""
+        if self._run is not None:
+            self._run.training_starts()
+
+    @override
+    def on_train_end(self) -> None:
+        """Honour a signal that came in the last batch."""
+        if self._run is not None:
+            self._run.training_ends()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's, unless a signal asks to stop before it."""
+        if self._run is not None and self._run.signals is not None:
+            self._run.signals.honour_in_validation()
+        return super().validation_step(*args, **kwargs)
+
     # ---- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank takes part in what callbacks do now, because this one is ending by itself."""
+        return self._run is not None and self._run.is_alone
+
+    def begin_exception(self, exception: BaseException) -> None:
+        """Share the first failure with all ranks, before callbacks hear of it."""
+        if self._run is not None:
+            self._run.begin_exception(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Share the first failure with all ranks."""
+        """Go on without the other ranks, unless all of them end together."""
+        if self._run is not None:
+            self._run.end_exception(exception)
+            if self._run.stops_together:
+                return
         self._broken = True
         # A program that survives this goes on with new groups: in these, messages of the failed step may still wait.
         self._groups = None
         _GROUPS.clear()
-        if self._board is not None:
-            topology = self.topology
-            self._board.report(exception, f"stage {topology.pipeline_rank} of replica {topology.replica}")
 
     @override
     def teardown(self) -> None:
         """End a run; called after every fit, validate, test, predict, and after a failure of one."""
         if not self._broken:
             self.barrier()  # rank 0 hosts the store: it must not leave while another one is still at work
-        if self._board is not None:
-            self._board.close()
-        super().teardown()
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.end(failed=self._broken or run.stops_together)
+        finally:
+            super().teardown()
 
 
 def _leave() -> None:
     """Close the connections at the interpreter's end, while their threads can still be joined."""
+    failed = [board for board in _BOARDS if board.failed]
+    if failed:
+        # After a failure a backend may wait for ranks that are not there any more.
+        late = threading.Timer(2 * GRACE_S, end_at_once, ("the connections did not close after a failure", ()))
+        late.daemon = True
+        late.start()
+    for board in failed:
+        wait_or_kill(board.children(), GRACE_S)
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _BOARDS:
+        _BOARDS.pop().leave()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +12,9 @@ from lightning_seq1f1b.strategy.adapter_saving import Gather, save_adapters
 from lightning_seq1f1b.strategy.adapters import adapter_configs
 from lightning_seq1f1b.strategy.cut_module import CutModule
 from lightning_seq1f1b.strategy.pretrained_files import name_shards, stored_state, write_configs, write_shards
+from lightning_seq1f1b.strategy.whole_files import WholeDirectory
 
 _WHAT = "saving the model"
-
-
-@dataclass(frozen=True)
-class Directory:
-    """A directory that appears under its name once everything is in it.
-
-    Attributes:
-        path: its name in the end.
-        aside: where it is written, on the same file system.
-    """
-
-    path: Path
-    aside: Path
-
-    @classmethod
-    def at(cls, path: Path, job: str) -> Directory:
-        """A directory that is written aside, under a name of its own for every `job`.
-
-        Raises:
-            ValueError: there is a file by that name, or a directory with something in it.
-        """
-        path = path.absolute()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ValueError(f"{path} exists already: choose a new or empty directory to save to")
-        return cls(path, path.with_name(f".{path.name}.{job}.unfinished"))
-
-    def make(self) -> None:
-        """Make the place aside."""
-        self.aside.mkdir(parents=True)
-
-    def finish(self) -> None:
-        """Give it its name. An empty directory of that name gives way."""
-        self.aside.replace(self.path)
-
-    def drop(self) -> None:
-        """Remove what has been written, if it is not finished."""
-        shutil.rmtree(self.aside, ignore_errors=True)
 
 
 def save(cut: CutModule, directory: Path, job: str, gather: Gather, control: dist.ProcessGroup, **options: Any) -> None:
@@ -72,7 +34,7 @@ def save(cut: CutModule, directory: Path, job: str, gather: Gather, control: dis
     """
     rank = cut.topology.pipeline_rank
     with failing_together(control, _WHAT):
-        place = Directory.at(directory, job)
+        place = WholeDirectory.new(directory, job)
     try:
         with failing_together(control, _WHAT):
             if rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -21,27 +21,31 @@ from lightning_seq1f1b.models import facade, generation
 from lightning_seq1f1b.models.packing import PackedRows
 from lightning_seq1f1b.runtime.gradients import pipeline_norm
 from lightning_seq1f1b.runtime.pipeline import Pipeline
+from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.schedule.planner import Problem
 from lightning_seq1f1b.schedule.timeline import Event
-from lightning_seq1f1b.strategy.arguments import check_arguments
+from lightning_seq1f1b.strategy.arguments import check_arguments, check_state_dict_type
 from lightning_seq1f1b.strategy.as_asked import cut_as_asked, cutting_of, multiple_on
 from lightning_seq1f1b.strategy.clipping import clip_over_stages
 from lightning_seq1f1b.strategy.cut_module import CutModule, loss_dtype
-from lightning_seq1f1b.strategy.data import share_batch, worker_seeds_by_replica
+from lightning_seq1f1b.strategy.data import PipelineData
+from lightning_seq1f1b.strategy.first_batch import announcer
+from lightning_seq1f1b.strategy.loss_scale import share_loss_scale
+from lightning_seq1f1b.strategy.optimizer_sharding import SharedSteps, share_out
 from lightning_seq1f1b.strategy.optimizers import keep_local
 from lightning_seq1f1b.strategy.report import describe, show_whole_model
 from lightning_seq1f1b.strategy.router_sharing import share_router_sums
-from lightning_seq1f1b.strategy.steps import PipelineSteps
 from lightning_seq1f1b.strategy.supported import (
     check_optimizer,
     check_precision,
     check_trainer,
 )
+from lightning_seq1f1b.strategy.tracing import gather_events
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Seq1F1BStrategy(PipelineSteps):
+class Seq1F1BStrategy(PipelineData):
     """Trains a Hugging Face causal language model over pipeline stages, its sequences cut into chunks.
 
     The module stays an ordinary LightningModule: `self.model(**batch).loss` runs the whole pipelined step and is the
@@ -73,12 +77,20 @@ class Seq1F1BStrategy(PipelineSteps):
         profile: a file of `lightning-seq1f1b profile`, whose times schedule "auto" plans with.
         broadcast_batch: let the first stage hand its batch to the others, for datasets that differ between processes.
             Otherwise every process loads the same data, which is checked for every batch.
-        trace: time every forward and backward; see `last_step` and `gather_trace`. On an accelerator this synchronises
-            around each of them and costs speed.
+        trace: time every forward and backward; see `last_step` and `gather_trace`. It never waits for an accelerator;
+            reading the times does.
         evaluation_logits: in validation, test and prediction, give `outputs.logits` [rows, length, vocabulary] on every
             rank, which each must have the memory for; batches then need no labels.
+        state_dict_type: of the checkpoints that are written: "full", one file with the keys of one device, gathered on
+            rank 0, or "sharded", a directory that every rank writes its own part to. Both are loaded, at any number of
+            devices.
+        shard_optimizer: let each data-parallel replica hold the optimizer's state for its share of the parameters only
+            and step these for all replicas; the weights come out the same.
+        check_finite: end the run, before any weight changes, when an activation, loss or gradient of some stage is NaN
+            or infinite, and name the stage, the unit and the action that made it. With a loss scale (16-mixed)
+            gradients are left out.
         process_group_backend: "nccl", "gloo" or another; chosen by the device by default.
-        timeout: how long a rank waits for another one before it gives up.
+        timeout: how long a rank waits for another one; then where every rank stands is told, and all end.
 
     Raises:
         ValueError: for arguments that cannot work, before any process is started where that can be known.
@@ -101,6 +113,9 @@ class Seq1F1BStrategy(PipelineSteps):
         broadcast_batch: bool = False,
         trace: bool = False,
         evaluation_logits: bool = False,
+        shard_optimizer: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        check_finite: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
@@ -110,8 +125,11 @@ class Seq1F1BStrategy(PipelineSteps):
         self.num_microbatches, self.num_chunks = num_microbatches, num_chunks
         self.schedule, self.partition = schedule, partition
         self.virtual_stages, self.memory_knob, self.activation_cap = virtual_stages, memory_knob, activation_cap
-        self.layers, self.profile = layers, profile
+        self.layers, self.profile, self.check_finite = layers, profile, check_finite
         self.broadcast_batch, self.evaluation_logits = broadcast_batch, evaluation_logits
+        check_state_dict_type(state_dict_type)
+        self.state_dict_type = state_dict_type
+        self.shard_optimizer, self._shared_steps = shard_optimizer, list[SharedSteps]()
         self._problem: Problem | None = None
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -129,14 +147,18 @@ class Seq1F1BStrategy(PipelineSteps):
         if self._cut is None or not self._cut.is_of(module):
             self._cut, self._problem = cut_as_asked(self, trainer)
             rank_zero_info(describe(self._cut, self.schedule))
+        self._load_own_part()
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
             self._loss_checked = False
         self.setup_precision_plugin()
-        self._make_pipeline(self._cut)
+        share_loss_scale(self.precision_plugin)
+        self._pipeline = self._make_pipeline(self._cut)
         self._agree_on_copies(self._cut)
+        if fitting:
+            self._pipeline.announce = announcer(self, self._cut, self.schedule)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.process_group = self._process_groups.replica
         show_whole_model(trainer)
@@ -154,10 +176,10 @@ class Seq1F1BStrategy(PipelineSteps):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _make_pipeline(self, cut: CutModule) -> None:
+    def _make_pipeline(self, cut: CutModule) -> Pipeline:
         device = self.root_device
         cutting = cutting_of(self, cut, self._problem, multiple_on(device))
-        self._pipeline = Pipeline(
+        pipeline = Pipeline(
             cut.stages,
             self.topology,
             self._process_groups,
@@ -167,11 +189,13 @@ class Seq1F1BStrategy(PipelineSteps):
             cut.outside,
             loss_dtype(cut.model),
             device,
+            self.position,
         )
         share_router_sums(cut, self._process_groups.pipeline)
         packed = PackedRows.of(cut.model, cut.split.probe)
         facade.install(cut.model, self._step, evaluation_logits=self.evaluation_logits, packed=packed)
-        generation.install(cut.model, cut.stages, self._pipeline, self._fail)
+        generation.install(cut.model, cut.stages, pipeline, self._fail)
+        return pipeline
 
     def _agree_on_copies(self, cut: CutModule) -> None:
         """Make weights that several ranks hold equal, whatever each rank's program has put there."""
@@ -199,6 +223,17 @@ class Seq1F1BStrategy(PipelineSteps):
         for optimizer in self.optimizers:
             check_optimizer(optimizer)
         self._whole_groups = [keep_local(optimizer, names, local) for optimizer in self.optimizers]
+        if self.shard_optimizer and self.topology.num_replicas > 1:
+            self._owners = share_out(local, self.optimizers, self.topology.num_replicas)
+            owners = {local[name]: replica for name, replica in self._owners.items()}
+            self._shared_steps = [SharedSteps(each, owners, self._process_groups.replica) for each in self.optimizers]
+
+    @override
+    def teardown(self) -> None:
+        """End a run; the user's optimizers are theirs again."""
+        while self._shared_steps:
+            self._shared_steps.pop().end()
+        super().teardown()
 
     @property
     def precision_plugin(self) -> Precision:
@@ -225,29 +260,18 @@ class Seq1F1BStrategy(PipelineSteps):
         with self.precision_plugin.tensor_init_context():
             yield
 
-    # ---- data ------------------------------------------------------------------------------------------------------
+    # ---- times -----------------------------------------------------------------------------------------------------
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Seed the workers of all stages alike."""
-        worker_seeds_by_replica(dataloader, self.topology.replica)
-        return dataloader
+    def gather_trace(self, trace: StepTrace | None = None) -> list[Event]:
+        """A step's compute actions on all pipeline ranks; call it on all of them, after a step with `trace`.
 
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device, after taking the first stage's when `broadcast_batch`."""
-        if self.broadcast_batch:
-            batch = share_batch(batch, self.topology.pipeline_ranks[0], self._process_groups.control)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def gather_trace(self) -> list[Event]:
-        """The last step's compute actions on all pipeline ranks; call it on all of them, after a step with `trace`.
+        Args:
+            trace: this rank's part of the step; the last one by default.
 
         Returns:
-            One event for each action, in seconds of the machine's clock; comparable between ranks of one machine.
+            One event for each action, in seconds, see `strategy.tracing.gather_events`.
         """
-        if self.last_step is None:
+        trace = trace or self.last_step
+        if trace is None:
             raise ValueError("no step has been traced: pass Seq1F1BStrategy(trace=True)")
-        everyone: list[list[Event]] = [[] for _ in self.topology.pipeline_ranks]
-        dist.all_gather_object(everyone, self.last_step.events, group=self._process_groups.control)
-        return [event for events in everyone for event in events]
+        return gather_events(trace, self._process_groups.control)

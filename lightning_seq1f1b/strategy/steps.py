@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_seq1f1b.runtime.agreement import check_same_loss
-from lightning_seq1f1b.runtime.gradients import GradientStash, average_replicas
+from lightning_seq1f1b.runtime.copied_gradients import CopiedGradients
+from lightning_seq1f1b.runtime.finite import FiniteCheck
+from lightning_seq1f1b.runtime.gradients import GradientStash, deliver
 from lightning_seq1f1b.runtime.objective import Objective
 from lightning_seq1f1b.runtime.pipeline import Pipeline
+from lightning_seq1f1b.runtime.replica_gradients import ReplicaAverage
 from lightning_seq1f1b.runtime.step_result import StepResult
 from lightning_seq1f1b.runtime.trace import StepTrace
 from lightning_seq1f1b.strategy.bridge import bridge
 from lightning_seq1f1b.strategy.checkpoints import PipelineCheckpoints
+from lightning_seq1f1b.strategy.loss_scale import loss_scale
 from lightning_seq1f1b.strategy.router_sharing import check_one_microbatch
 from lightning_seq1f1b.strategy.supported import callbacks_of, check_gradient_hooks
+from lightning_seq1f1b.strategy.tracing import gather_objects
+
+T = TypeVar("T")
 
 
 class PipelineSteps(PipelineCheckpoints):
@@ -35,15 +43,25 @@ class PipelineSteps(PipelineCheckpoints):
         backend: of torch.distributed; None to choose by the device.
         timeout: how long a rank waits for another one.
         trace: time every forward and backward of a step.
+
+    Attributes:
+        check_finite: whether a step ends the run when something in it is NaN or infinite.
+        trace: as above; it may change between steps.
+        last_step: times of this rank in the last step, where it was traced.
+        step_watchers: called with the trace of every step as soon as it is launched; with any, all steps are traced.
     """
+
+    check_finite = False
 
     def __init__(self, num_stages: int | None, backend: str | None, timeout: timedelta, trace: bool) -> None:
         super().__init__(num_stages, backend, timeout)
         self.trace = trace
         self.last_step: StepTrace | None = None
+        self.step_watchers: list[Callable[[StepTrace], None]] = []
         self._pipeline: Pipeline | None = None
         self._accumulating = self._zeroing_follows = self._loss_checked = False
         self._batch_idx = 0
+        self._delayed: list[Callable[[], None]] | None = None
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -64,7 +82,8 @@ class PipelineSteps(PipelineCheckpoints):
         assert self._cut is not None
         assert self._pipeline is not None
         training = torch.is_grad_enabled()
-        trace = StepTrace(self.topology.pipeline_rank, self.root_device) if self.trace else None
+        traced = self.trace or self.step_watchers
+        trace = StepTrace(self.topology.pipeline_rank, self.root_device) if traced else None
         stash = GradientStash(self._cut.module.parameters())
         check_gradient_hooks(self._cut.module)
         if objective is None or objective.own_loss:
@@ -72,16 +91,50 @@ class PipelineSteps(PipelineCheckpoints):
         try:
             if training:
                 stash.set_aside(keep=not self._zeroing_follows)
-            result = self._pipeline.run(batch, training=training, trace=trace, objective=objective)
+            scale = loss_scale(self.precision_plugin, self._num_accumulated, self.root_device) if training else None
+            finite = FiniteCheck(self._cut.module, gradients=scale is None) if self.check_finite else None
+            result = self._pipeline.run(
+                batch, training=training, trace=trace, objective=objective, loss_scale=scale, finite=finite
+            )
         except BaseException:
             self._broken = True  # ranks are at different places: no collective can work any more
+            if training:
+                stash.take()
             raise
+        self.position.leave()
         self.last_step = trace
+        if trace is not None:
+            for watcher in self.step_watchers:
+                watcher(trace)
         fresh = stash.take() if training else []
         if not result.trained:
             return result
         assert result.loss is not None, "every training step asks for one"
-        return replace(result, loss=bridge(result.loss, fresh))
+        then = partial(self._deliver_copied, result.copied)
+        return replace(result, loss=bridge(result.loss, fresh, then, scale), copied=())
+
+    def _deliver_copied(self, copied: Sequence[CopiedGradients], factor: Tensor) -> None:
+        """Deliver the gradients that several stages share, now or once `backward` has sent off all others."""
+
+        def now() -> None:
+            for gradients in copied:
+                deliver(gradients.summed(), factor)
+
+        if self._delayed is None:
+            now()
+        else:
+            self._delayed.append(now)
+
+    @property
+    def _num_accumulated(self) -> int:
+        """By how many batches of a window Lightning divides the loss."""
+        module = self.lightning_module
+        assert module is not None
+        return int(module.trainer.accumulate_grad_batches) if module.automatic_optimization else 1
+
+    def gather_over_stages(self, item: T) -> list[T]:
+        """An object that pickles, of every pipeline rank of this replica; called on all of them."""
+        return gather_objects(item, self._process_groups.control)
 
     def _about_to_be_zeroed(self) -> bool:
         """Whether Lightning zeroes the gradients right after this training step, with nobody to see them before.
@@ -96,6 +149,13 @@ class PipelineSteps(PipelineCheckpoints):
         watched = is_overridden("optimizer_zero_grad", module) or is_overridden("on_before_zero_grad", module)
         watched |= any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in callbacks_of(trainer))
         return not watched and self._batch_idx % trainer.accumulate_grad_batches == 0
+
+    @property
+    def gradient_sets(self) -> int:
+        """How many gradients of each weight are held at once: those that accumulate, and those of a running step."""
+        module = self.lightning_module
+        assert module is not None
+        return 1 if module.trainer.accumulate_grad_batches == 1 and self._about_to_be_zeroed() else 2
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,12 +175,31 @@ class PipelineSteps(PipelineCheckpoints):
             self._loss_checked = True
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.topology.num_replicas > 1 and not self._accumulating:
-            average_replicas(module.parameters(), self._process_groups.replica)
+        average = ReplicaAverage(self._process_groups.replica)
+        reduces = self.topology.num_replicas > 1 and not self._accumulating
+        self._delayed = [] if reduces else None
+        try:
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            own, copied = self._in_reducing_order()
+            if reduces:
+                average.launch(own)
+            for deliver_copied in self._delayed or ():
+                deliver_copied()
+        finally:
+            self._delayed = None
+        if reduces:
+            average.launch(copied)
+        average.finish()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _in_reducing_order(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters that no other stage holds, last layers first, and those whose gradients wait for other stages."""
+        assert self._cut is not None
+        copied = [*self._cut.tied, *self._cut.outside]
+        apart = set(copied)
+        return [p for p in reversed(list(self._cut.module.parameters())) if p not in apart], copied
 
     @contextmanager
     @override

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 _CALLBACKS: tuple[tuple[type[Callback], str], ...] = (
     (BaseFinetuning, "it adds parameter groups while training, on the one stage that holds the module"),

@@ -40,7 +40,7 @@ def test_windows(tokens: int, prefix: int, window: int, kv_heads: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"mask"}, {"bias"}, {"mask", "bias"}, {"softcap"}, {"sinks"}, {"softcap", "sinks"}, {"mask", "sinks"}],
-    ids=str,
+    ids=lambda options: " ".join(sorted(options)),
 )
 def test_options(options: set[str], causal: bool) -> None:
     generator = torch.Generator().manual_seed(2)

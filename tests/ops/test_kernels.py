@@ -205,7 +205,6 @@ EVERYTHING = {"flash-attn 3", "flash-attn 2", "torch flash", "extension"}
         ({"extension"}, (9, 0), torch.bfloat16, 64, PLAIN_CALL, NATIVE),
         (set(), (9, 0), torch.bfloat16, 64, PLAIN_CALL, None),
     ],
-    ids=str,
 )
 def test_on_cuda_the_fastest_kernel_that_has_everything_is_chosen(
     present: set[str],

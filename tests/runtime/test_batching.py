@@ -9,10 +9,10 @@ from lightning_seq1f1b.runtime.batching import (
     IGNORE_INDEX,
     cut_batch,
     cut_groups,
-    needed_mask,
     row_ends,
     shift_labels,
 )
+from lightning_seq1f1b.runtime.needs import needs_of
 from lightning_seq1f1b.runtime.row_groups import RowGroup, group_rows, split_rows
 from lightning_seq1f1b.schedule.partition import even
 from lightning_seq1f1b.schedule.spans import Span
@@ -74,17 +74,32 @@ def mask(*rows):
     return torch.tensor(rows)
 
 
+def needs_mask(attention_mask, labels):
+    """Whether one microbatch of all rows needs it, and what each row as a microbatch of its own does."""
+    supervised = None if labels is None else labels != IGNORE_INDEX
+    (together,) = needs_of([RowGroup((0, 1), 4)], attention_mask, supervised, None)
+    alone = needs_of([RowGroup((1,), 4), RowGroup((0,), 4)], attention_mask, supervised, None)
+    assert together.mask == any(needs.mask for needs in alone)
+    return together.mask
+
+
 def test_a_mask_is_dropped_only_where_no_supervised_token_needs_it():
     labels = mask([1, 2, 3, -100], [1, 2, -100, -100])
-    assert needed_mask(None, labels) is None
-    assert needed_mask(torch.ones(2, 4), labels) is None
+    assert not needs_mask(None, labels)
+    assert not needs_mask(torch.ones(2, 4), labels)
     right = mask([1, 1, 1, 1], [1, 1, 1, 0])
-    assert needed_mask(right, labels) is None
+    assert not needs_mask(right, labels)
     supervised_padding = mask([1, 2, 3, -100], [1, 2, 3, 4])
-    assert needed_mask(right, supervised_padding) is right
+    assert needs_mask(right, supervised_padding)
     left = mask([0, 1, 1, 1], [1, 1, 1, 1])
-    assert needed_mask(left, labels) is left
-    assert needed_mask(right, None) is right
+    assert needs_mask(left, labels)
+    assert needs_mask(right, None)
+
+
+def test_what_stands_behind_a_microbatch_needs_no_mask():
+    padded = mask([1, 1, 0, 1], [1, 1, 1, 1])
+    assert not needs_of([RowGroup((0, 1), 2)], padded, None, None)[0].mask
+    assert needs_of([RowGroup((0, 1), 4)], padded, None, None)[0].mask
 
 
 def test_a_kept_mask_reaches_from_the_start_to_the_chunk_end():

@@ -6,13 +6,9 @@ import torch.distributed as dist
 from support.processes import run_processes
 from torch import nn
 
-from lightning_seq1f1b.runtime.gradients import (
-    GradientStash,
-    average_replicas,
-    deliver,
-    pipeline_norm,
-    sum_where_any,
-)
+from lightning_seq1f1b.runtime.copied_gradients import CopiedGradients
+from lightning_seq1f1b.runtime.gradients import GradientStash, deliver, pipeline_norm
+from lightning_seq1f1b.runtime.replica_gradients import ReplicaAverage
 
 
 def parameter(value, grad=None):
@@ -42,9 +38,15 @@ def collective(rank):
     frozen.requires_grad_(False)
     if rank == 0:
         replicated.grad = torch.tensor(6.0)
-    sum_where_any([tied], group)
-    unused = parameter(0.0)
-    average_replicas([replicated, unused, frozen], group)
+    unused, used_on_one = parameter(0.0), parameter(0.0, 5.0 if rank else None)
+    copied = CopiedGradients([tied, unused, used_on_one], group).summed()
+    assert [each for each, _ in copied] == [tied, used_on_one]
+    assert float(copied[1][1]) == 5.0
+    assert tied.grad is None
+    deliver(copied, torch.tensor(1.0))
+    average = ReplicaAverage(group)
+    average.launch([replicated, unused, frozen])
+    average.finish()
     assert unused.grad is None
     counted = [torch.tensor([3.0, 0.0])] if rank == 0 else [torch.tensor([4.0])]
     norm = pipeline_norm(counted, group, torch.device("cpu"))

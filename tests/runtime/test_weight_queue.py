@@ -5,6 +5,7 @@ import torch
 
 from lightning_seq1f1b.runtime import weight_queue
 from lightning_seq1f1b.runtime.split_backward import DeferredGradients
+from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.weight_queue import WeightQueue
 from lightning_seq1f1b.schedule.actions import Action
 
@@ -21,7 +22,7 @@ class Work(DeferredGradients):
 
 
 def queue_of(names, device="cpu"):
-    queue, ran = WeightQueue(None, torch.device(device)), []
+    queue, ran = WeightQueue(None, torch.device(device), Position()), []
     for name in names:
         queue.add(Action.parse(f"0W{name}"), Work(name, ran))
     return queue, ran

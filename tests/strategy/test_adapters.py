@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -53,6 +56,13 @@ PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"tie_word_embeddings": True},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """BOFT looks for a compiler, and where it finds none leaves CXX set to one for C."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def adapted(config: Any, **overrides: Any) -> PreTrainedModel:

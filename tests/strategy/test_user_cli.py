@@ -155,6 +155,7 @@ def test_printed_config_shows_all_arguments_and_reads_again(tmp_path, capsys):
         "profile": None,
         "broadcast_batch": False,
         "evaluation_logits": False,
+        "shard_optimizer": False,
         "trace": False,
         "process_group_backend": None,
         "timeout": "0:30:00",

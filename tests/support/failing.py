@@ -33,26 +33,52 @@ class UsersError(Exception):
 
 def fail(*_: Any) -> NoReturn:
     """Raise, after saying when."""
-    _say_when()
+    say_when()
     raise UsersError(7, MESSAGE)
 
 
 def die() -> None:
     """End as if the system had ended the process for want of memory."""
-    _say_when()
+    say_when()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _say_when() -> None:
+def stop() -> None:
+    """Stand still, all threads together, as on a machine that hangs."""
+    say_when()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stall(*_: Any) -> None:
+    """Be busy for much longer than the others wait."""
+    say_when()
+    time.sleep(BUSY_S)
+
+
+def spoil(module: Any, inputs: Any, output: Any) -> Any:
+    """A forward hook that makes the output NaN."""
+    say_when()
+    return output * float("nan")
+
+
+def say_when() -> None:
+    """Print the line by which the time of the failure is known."""
     print(f"fails at {time.time()}\n", end="", flush=True)
 
 
 class Failing(FineTune):
-    """Trains two batches, then fails on one rank; in the cases that say so, the other ranks are busy meanwhile."""
+    """Trains, then fails on one rank; in the cases that say so, the other ranks are busy meanwhile.
 
-    def __init__(self, place: str, rank: int) -> None:
-        super().__init__()
-        self.place, self.rank = place, rank
+    Args:
+        place: where it fails.
+        rank: who fails.
+        batch: index of the batch.
+        module: what `FineTune` takes.
+    """
+
+    def __init__(self, place: str, rank: int, batch: int = 1, **module: Any) -> None:
+        super().__init__(**module)
+        self.place, self.rank, self.batch = place, rank, batch
 
     def at(self, place: str) -> bool:
         return self.place == place and self.global_rank == self.rank
@@ -66,7 +92,7 @@ class Failing(FineTune):
             fail()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
+        if batch_idx == self.batch:
             self.fail_in_step()
         return super().training_step(batch, batch_idx)
 
@@ -77,6 +103,12 @@ class Failing(FineTune):
             fail()
         elif self.at("killed") or self.at("killed, others busy"):
             die()
+        elif self.at("stopped"):
+            stop()
+        elif self.at("stalled"):
+            layer.mlp.register_forward_hook(stall)
+        elif self.at("nan"):
+            layer.mlp.register_forward_hook(spoil)
         elif self.at("forward"):
             layer.mlp.register_forward_hook(fail)
         elif self.at("backward"):
@@ -86,14 +118,16 @@ class Failing(FineTune):
 
 
 class FailingCallback(Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Failing, *args: Any) -> None:
-        if pl_module.at("callback"):
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Failing, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.at("callback") and batch_idx == pl_module.batch:
             fail()
 
 
 class FailingRows(Rows):
-    def __init__(self, fails: bool) -> None:
-        super().__init__(8, length=SHORT)
+    def __init__(self, fails: bool, count: int = 8) -> None:
+        super().__init__(count, length=SHORT)
         self.fails = fails
 
     def __getitem__(self, index: int) -> dict[str, Any]:

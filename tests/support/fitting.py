@@ -54,6 +54,7 @@ def fit(
     val: DataLoader | None = None,
     *,
     callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
     **options: Any,
 ) -> L.Trainer:
     """Fit a module from the same random state everywhere; `options` are the Trainer's. Two epochs by default."""
@@ -61,7 +62,7 @@ def fit(
     strategy = where.strategy if isinstance(where.strategy, str) else Seq1F1BStrategy(**dict(where.strategy))
     options = {**QUIET, "max_epochs": 2, **options}
     trainer = L.Trainer(devices=where.devices, strategy=strategy, callbacks=list(callbacks), **options)
-    trainer.fit(module, train, val)
+    trainer.fit(module, train, val, ckpt_path=ckpt_path)
     return trainer
 
 

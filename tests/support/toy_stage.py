@@ -37,7 +37,7 @@ class ToyState(SummedLoss):
         super().__init__()
         self.buffers = buffers
 
-    def carried(self, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+    def carried(self, chunk: int, scale: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         return [], []
 
     def close(self) -> None:

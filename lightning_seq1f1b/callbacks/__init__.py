@@ -1,0 +1,1 @@
+"""Callbacks for training on stages; most of them work on one device too."""
