@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Of pytest. Many tests wait for processes that they have started, so one more than two processors can run keeps both busy.
 WORKERS ?= 3
 
-.PHONY: demo test lint bench bench-attention bench-calibration bench-pipeline models behaviours sanitize docs clean
+.PHONY: demo test lint bench bench-attention bench-calibration bench-overhead bench-pipeline models fault-drill behaviours sanitize docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,9 @@ bench-pipeline: $(VENV)/.installed-bench
 bench-logits: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.sliced_logits
 
+bench-overhead: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.overhead
+
 bench-calibration: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.calibration
 
@@ -43,6 +46,9 @@ models: $(VENV)/.installed-test
 
 behaviours: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m support.behaviours
+
+fault-drill: $(VENV)/.installed-test
+	PYTHONPATH=tests $(BIN)/python -m support.fault_drill
 
 sanitize:
 	.ci/sanitize

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from benchmarks.pipeline_memory import peak_allocated
 from lightning_seq1f1b.models.sliced_head import SlicedHead
 from lightning_seq1f1b.models.split import cut
+from lightning_seq1f1b.runtime.wide_gradients import WideGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,8 +49,9 @@ class Head:
             tie_word_embeddings=True,
         )
         model: LlamaForCausalLM = nn.Module.to(LlamaForCausalLM(config), dtype).train()
+        WideGradients(model.parameters()).begin()
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         split = cut(model, [0], [range(1)])
         self.head, self.dtype, self.config = SlicedHead(split, model.forward), dtype, config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,6 +18,9 @@ from typing import Any
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
 NAMES = ("seq1f1b", "seq1f1bstrategy", "lightning_seq1f1b.seq1f1bstrategy")
 """Lightning lower-cases names. A class path without arguments reaches it as a name: `--trainer.strategy=CLASS_PATH`."""
+
+REFUSED = ("seq1f1b_spawn", "seq1f1b_fork", "seq1f1b_forkserver", "seq1f1b_notebook")
+"""Names that one tries who knows those of DDP."""
 
 
 def register_when_lightning_loads() -> None:
@@ -33,6 +37,16 @@ def _register(module: ModuleType) -> None:
         module.StrategyRegistry.register(
             name, _make, description="Sequence-level one-forward-one-backward pipeline parallelism", override=True
         )
+    for name in REFUSED:
+        module.StrategyRegistry.register(name, partial(_refuse, name), description="refused by name", override=True)
+
+
+def _refuse(name: str, **init_params: Any) -> Any:
+    raise ValueError(
+        f"there is no strategy {name!r}: Seq1F1BStrategy needs processes that run your whole program, and one that is "
+        "spawned or forked, as in a notebook, runs a function only. Put the program into a file (in a notebook: "
+        "%%writefile train.py) and start that, by python or torchrun, with strategy='seq1f1b'"
+    )
 
 
 def _make(**init_params: Any) -> Any:

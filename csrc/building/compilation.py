@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,6 +104,8 @@ def _compile(
         # The kernels are last and take longest: they start first.
         futures = {job: pool.submit(compile_one, job) for job in reversed(jobs)}
         try:
+            for done in as_completed(futures.values()):
+                done.result()  # the first failure ends it, whichever job it is of
             return [futures[job].result() for job in jobs]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

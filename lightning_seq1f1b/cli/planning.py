@@ -29,7 +29,7 @@ class Precision:
         dtype: what matrix products and attention compute in.
         activation_bytes: bytes of an element of the activations.
         weight_bytes: bytes of a weight, with the copy of it that autocast keeps for a step.
-        gradient_bytes: bytes of a weight's gradient.
+        gradient_bytes: bytes of a weight's gradient; a step sums it in float32 at least.
         optimizer_bytes: bytes of the optimizer's state for one weight.
         gpu_speed: speed of matrix products against bfloat16 on a GPU.
     """
@@ -43,8 +43,10 @@ class Precision:
 
 
 PRECISIONS = {
-    "bf16-true": Precision("bfloat16", 2, 2, 2, 4),
+    "bf16-true": Precision("bfloat16", 2, 2, 4, 4),
     "bf16-mixed": Precision("bfloat16", 2, 6, 4, 8),
+    "16-true": Precision("float16", 2, 2, 4, 4),
+    "16-mixed": Precision("float16", 2, 6, 4, 8),
     # Without TF32, which torch leaves off unless it is asked for, float32 does not run on the matrix units.
     "32-true": Precision("float32", 4, 4, 4, 8, gpu_speed=1 / 15),
     "64-true": Precision("float64", 8, 8, 8, 16, gpu_speed=1 / 15),

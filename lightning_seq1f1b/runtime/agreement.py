@@ -22,10 +22,20 @@ class BatchMismatchError(ValueError):
 
 def fingerprint(batch: Mapping[str, Tensor]) -> Fingerprint:
     """What two batches are compared by; the checksum depends on every element and its place."""
-    return {name: (tuple(tensor.shape), str(tensor.dtype), _checksum(tensor)) for name, tensor in batch.items()}
+    sums = _read({name: _checksum(tensor) for name, tensor in batch.items()})
+    return {name: (tuple(tensor.shape), str(tensor.dtype), sums[name]) for name, tensor in batch.items()}
 
 
-def _checksum(tensor: Tensor) -> int:
+def _read(numbers: Mapping[str, Tensor]) -> dict[str, int]:
+    """0-d tensors as integers, with one copy from each device they are on."""
+    read: dict[str, int] = {}
+    for device in {number.device for number in numbers.values()}:
+        here = {name: number for name, number in numbers.items() if number.device == device}
+        read |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
+    return read
+
+
+def _checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().flatten()
     if flat.is_floating_point():
         flat = flat.double().view(torch.int64)
@@ -34,7 +44,7 @@ def _checksum(tensor: Tensor) -> int:
     mixed = (flat.to(torch.int64) * _ODD[0]) ^ (places * _ODD[1])
     for odd in _ODD:
         mixed = (mixed ^ (mixed >> 29)) * odd
-    return int(mixed.sum())
+    return mixed.sum()
 
 
 def check_same_batch(batch: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -200,7 +210,7 @@ def check_same_turn(inputs: Mapping[str, Tensor] | None, group: dist.ProcessGrou
     if dist.get_world_size(group) == 1:
         return
     shapes = [] if inputs is None else [size for tensor in inputs.values() for size in (tensor.ndim, *tensor.shape)]
-    content = 0 if inputs is None else sum(map(_checksum, inputs.values()))
+    content = 0 if inputs is None else sum(_read({name: _checksum(tensor) for name, tensor in inputs.items()}).values())
     here = torch.tensor([inputs is None, hash(tuple(shapes)), content & 0x7FFFFFFFFFFFFFFF], dtype=torch.int64)
     turns = [torch.zeros_like(here) for _ in range(dist.get_world_size(group))]
     dist.all_gather(turns, here, group=group)

@@ -88,7 +88,7 @@ class FiniteCheck:
             FloatingPointError: on all of them, naming the first finding.
         """
         findings: list[list[Finding]] = [[] for _ in topology.pipeline_ranks]
-        dist.all_gather_object(findings, self._findings(), group=group)
+        dist.all_gather_object(findings, self.findings(), group=group)
         first = first_of(findings, plan)
         if first is None:
             return
@@ -106,7 +106,8 @@ class FiniteCheck:
             self._flags.append(nn.utils.get_total_norm(floating, float("inf")).isfinite())
             self._seen.append((action, what))
 
-    def _findings(self) -> list[Finding]:
+    def findings(self) -> list[Finding]:
+        """What is not finite, in the order of looking; waits for the device, once."""
         if not self._flags:
             return []
         finite = torch.stack(self._flags).tolist()

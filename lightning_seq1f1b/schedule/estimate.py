@@ -79,7 +79,7 @@ class Training:
         rows: rows of one microbatch.
         activation_bytes: bytes of an element of the activations.
         weight_bytes: bytes of a weight.
-        gradient_bytes: bytes of a weight's gradient.
+        gradient_bytes: bytes of a weight's gradient, as the step sums it: float32 for weights of less precision.
         optimizer_bytes: bytes of the optimizer's state for one weight.
         trainable_share: share of the weights that are trained; small for adapters.
         recompute: whether activations inside a layer are computed again in the backward.
@@ -90,7 +90,7 @@ class Training:
     rows: int = 1
     activation_bytes: float = 2
     weight_bytes: float = 2
-    gradient_bytes: float = 2
+    gradient_bytes: float = 4
     optimizer_bytes: float = 8
     trainable_share: float = 1.0
     recompute: bool = False
@@ -317,7 +317,7 @@ def transient_bytes(
     Of a layer's backward: gradients of what its linear layers read and gave, and of the residual stream; with
     recomputation, what autograd keeps of the layer, too. Of the last stage: the logits in the activations' dtype and in
     float32, in the forward beside their softmax and in the backward their gradients; where they are computed slice by
-    slice, those of one slice and their softmax, and sums in float32 for gradients of low precision.
+    slice, those of one slice and their softmax.
 
     Args:
         shape: the architecture.
@@ -346,11 +346,8 @@ def _transient_logits(shape: ModelShape, length: int, training: Training) -> flo
     if training.logits_slice is None or not training.slices(length, shape.vocab_size):
         return training.rows * length * shape.vocab_size * copies
     part = logits.slice_length(length, training.rows, shape.vocab_size, training.logits_slice)
-    sums = 0.0
-    if training.gradient_bytes < _WIDE and training.trainable_share == 1:
-        sums = shape.hidden_size * shape.vocab_size * (_WIDE + training.gradient_bytes)
     # The softmax, the gradient of its logarithm and that of the logits.
-    return training.rows * part * shape.vocab_size * (wide + copies + wide) + sums
+    return training.rows * part * shape.vocab_size * (wide + copies + wide)
 
 
 def resident_bytes(

@@ -182,12 +182,14 @@ def training_of(model: nn.Module, precision: str, device: torch.device) -> Train
     parameters = list(model.parameters())
     count = max(sum(parameter.numel() for parameter in parameters), 1)
     weight = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / count
+    # Of lower precision than float32, a step's gradients are summed in that.
+    sums = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in parameters) / count
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     mixed = precision.endswith("-mixed")
     return Training(
         activation_bytes=2 if mixed else weight,
         weight_bytes=weight + (2 if mixed else 0),  # the copies that autocast keeps for a step
-        gradient_bytes=weight,
+        gradient_bytes=sums,
         optimizer_bytes=_ADAM * weight,
         trainable_share=trained / count,
         recompute=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),

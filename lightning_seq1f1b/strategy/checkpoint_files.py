@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class CheckpointFiles(TorchCheckpointIO):
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting = 0
-        self._removals: list[Callable[[], None]] = []
+        self._removals: list[tuple[int, _PATH]] = []  # after how many checkpoints that wait, and what
         self._error: BaseException | None = None
         self._newest: Path | None = None
 
@@ -85,16 +84,15 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def _done(self, error: BaseException | None) -> None:
         with self._changed:
-            self._waiting -= 1
             self._error = self._error or error
-            removals = [] if self._waiting else self._removals
-            if not self._waiting:
-                self._removals = []
+            due = [path for after, path in self._removals if after == 1]
+            self._removals = [(after - 1, path) for after, path in self._removals if after > 1]
             if self._error is not None:
-                removals = []  # they were to make room for what has not been written
-        for removal in removals:
-            removal()
+                due, self._removals = [], []  # nothing takes their place
+        for path in due:
+            self._remove(path)
         with self._changed:
+            self._waiting -= 1
             self._changed.notify_all()
 
     @override
@@ -109,12 +107,16 @@ class CheckpointFiles(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove a file or directory; later, if a thread has yet to write what replaces it."""
-        if not _is_local_file_protocol(path):
-            super().remove_checkpoint(path)
-            return
+        """Remove a file or directory; once a thread has written what replaces it, if that is what it does now."""
         with self._changed:
-            if self._waiting:
-                self._removals.append(lambda: remove(Path(path), self._newest))
-                return
-        remove(Path(path), self._newest)
+            if self._waiting and self._error is None:
+                self._removals.append((self._waiting, path))
+            now = not self._waiting and self._error is None
+        if now:
+            self._remove(path)
+
+    def _remove(self, path: _PATH) -> None:
+        if _is_local_file_protocol(path):
+            remove(Path(path), self._newest)
+        else:
+            super().remove_checkpoint(path)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_seq1f1b.strategy.checksums import changed_record
+
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _KEPT_IN_FILE = ("state_dict", "optimizer_states")
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
@@ -65,7 +67,7 @@ def read_trusted(path: Path, weights_only: bool) -> Any:
     if not start.startswith((_ZIP, _PICKLE)):
         raise ValueError(f"{path} is no checkpoint: it does not begin like a file that torch.save wrote")
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=start.startswith(_ZIP))
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=start.startswith(_ZIP))
     except pickle.UnpicklingError as error:
         if (found := _GLOBAL.search(str(error))) is None:
             raise ValueError(f"{path} is cut off or damaged: what it holds cannot be read") from error
@@ -79,6 +81,12 @@ def read_trusted(path: Path, weights_only: bool) -> Any:
         if error.errno != errno.EINVAL:
             raise
         raise ValueError(f"{path} is cut off or damaged: its end is missing") from error  # sought before the start
+    if start.startswith(_ZIP):
+        with path.open("rb") as file:
+            changed = changed_record(file)
+        if changed is not None:
+            raise ValueError(f"{path} is damaged: {changed} has changed since it was written")
+    return content
 
 
 def _copied(value: Any) -> Any:

@@ -199,10 +199,11 @@ class PipelineCheckpoints(PipelineStorage):
         assert self._cut is not None
         local = dict(self._cut.module.named_parameters())
         states = checkpoint["optimizer_states"]
-        for optimizer, saved, whole in zip(self.optimizers, states, self._whole_groups, strict=True):
-            optimizer.load_state_dict(local_state(saved, whole, local, self._owned_names()))
-            if not isinstance(saved["state"], SavedEntries):
-                copy_state(optimizer)
+        with failing_together(self._process_groups.everyone, "loading the optimizer's state", "rank"):
+            for optimizer, saved, whole in zip(self.optimizers, states, self._whole_groups, strict=True):
+                optimizer.load_state_dict(local_state(saved, whole, local, self._owned_names()))
+                if not isinstance(saved["state"], SavedEntries):
+                    copy_state(optimizer)
 
     def _gather(self, values: dict[Any, Any], *, apart: bool = False) -> dict[Any, Any] | None:
         """The entries of the first replica's ranks, or where replicas hold them apart of all ranks, on rank 0."""

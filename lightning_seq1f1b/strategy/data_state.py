@@ -67,7 +67,8 @@ class DataState:
         pipeline = strategy._pipeline
         assert pipeline is not None
         own: dict[str, Any] = {"random": random_state(strategy.root_device), "step": pipeline.random_state}
-        loaders = CombinedLoader(self._trainer.train_dataloader or []).flattened
+        training = self._trainer.train_dataloader
+        loaders = [] if training is None else CombinedLoader(training).flattened
         if topology.pipeline_rank == 0:
             own["starts"] = [_start(loader) for loader in loaders]
             own["generators"] = [_generator_state(loader) for loader in loaders]
@@ -183,7 +184,9 @@ class DataState:
             return None
 
         def meet(batch: int, ended: bool) -> None:
+            self._strategy.position.enter(f"waiting for all processes to have batch {batch} of their {kind}")
             check_same_progress(kind, batch, ended, group)
+            self._strategy.position.leave()
 
         return meet
 

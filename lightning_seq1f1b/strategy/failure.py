@@ -68,6 +68,7 @@ class _Run:
     cause: Cause | None = None
     found_at: float = 0.0
     noticed: threading.Event = field(default_factory=threading.Event)
+    missed_at: float | None = None
     asked_at: float | None = None
     standings: dict[int, Standing] = field(default_factory=dict)
 
@@ -97,10 +98,9 @@ class FailureBoard:
         self._closed: dict[int, int] = {}
         self._lost: set[int] = set()
         self._last_heard: dict[int, tuple[str, float]] = {}
-        self._over = self.failed = False
+        self._thread: threading.Thread | None = None
+        self.failed = False
         self.children: Callable[[], Iterable[subprocess.Popen[bytes]]] = tuple
-        self._thread = threading.Thread(target=self._watch, name="seq1f1b-failure-watch", daemon=True)
-        self._thread.start()
 
     def open(
         self,
@@ -125,8 +125,8 @@ class FailureBoard:
         self._run, self.children, self.failed = run, children, False
         if (early := self._early.pop(run.number, None)) is not None:
             self._find(run, early)
-        elif self._lost:
-            self._lines.wake()
+        self._thread = threading.Thread(target=self._watch, args=(run,), name="seq1f1b-failure-watch", daemon=True)
+        self._thread.start()
 
     def report(self, exception: BaseException, where: str) -> None:
         """Tell the others about this rank's exception, or complete it with the one that caused it.
@@ -161,12 +161,13 @@ class FailureBoard:
         if self._run is not None:
             number, self._run = self._run.number, None
             self._lines.keep_informed({"what": "closed", "run": number})
+            self._lines.wake()
+            if self._thread is not None:
+                self._thread.join(4 * POLL_S)
 
     def leave(self) -> None:
         """Close the connections; called once, at the end of the process."""
-        self._over = True
-        self._lines.wake()
-        self._thread.join(4 * POLL_S)
+        self.close()
         self._lines.close()
 
     def who(self, rank: int, stage: int | None = None) -> str:
@@ -181,17 +182,16 @@ class FailureBoard:
 
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch(self, run: _Run) -> None:
         pinged = 0.0
         # Of many ranks rank 0 asks each less often where it is.
         pause_s = max(POLL_S, 0.01 * self._world_size)
-        while not self._over:
+        while self._run is run:
             with suppress(OSError):
                 for line, message in self._lines.wait(POLL_S):
                     self._hear(line, message)
-                run = self._run
-                if run is None:
-                    continue
+                if self._run is not run:
+                    return
                 if self._rank == HUB and time.monotonic() - pinged > pause_s:
                     pinged = time.monotonic()
                     self._lines.keep_informed({"what": "ping", "at": str(run.position)}, if_answered=True)
@@ -215,6 +215,12 @@ class FailureBoard:
             run.asked_at = time.monotonic()
             run.standings = {self._rank: standing}
             self._lines.ask({"what": "where", "run": run.number})
+
+    def _hear_all(self) -> None:
+        """Whatever has come so far; of a new connection it takes a second look to see what came over it."""
+        for _ in range(3):
+            for line, message in self._lines.wait(0):
+                self._hear(line, message)
 
     def _hear(self, line: Line, message: Message | None) -> None:
         run, rank = self._run, line.rank
@@ -252,11 +258,15 @@ class FailureBoard:
                 end_at_once(text, run.children(), 128 + signal.SIGINT)
 
     def _miss(self, run: _Run, missed: set[int]) -> None:
-        """Some ranks have gone; others may have at the same moment."""
-        time.sleep(POLL_S)
-        if run.cause is not None or self._run is not run:
+        """Some ranks have gone; others may have at the same moment, or have found that and ended."""
+        if run.missed_at is None:
+            run.missed_at = time.monotonic()
+        if time.monotonic() - run.missed_at < POLL_S:
             return
         missed |= self._lines.gone()
+        self._hear_all()  # who ended in this time has told why
+        if run.cause is not None or self._run is not run:
+            return
         many = len(missed) > 1
         names = " and ".join(map(self.who, sorted(missed)))
         last = "".join(

@@ -89,9 +89,9 @@ def _owners(strategy: PipelineSteps) -> int:
 
 
 def _trained_bytes(cut: CutModule) -> float | None:
-    """Bytes of the weights on this rank; None where some of them are not trained."""
+    """Bytes of the weights on this rank; None where some of them are not trained, or not float32."""
     parameters = list(cut.module.parameters())
-    if not all(parameter.requires_grad for parameter in parameters):
+    if not all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in parameters):
         return None
     return float(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
 

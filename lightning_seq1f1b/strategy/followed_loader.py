@@ -8,7 +8,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -74,7 +74,8 @@ def rows_in_order(
     chosen: Any = loader.sampler
     data: Any = loader.dataset
     if isinstance(chosen, DistributedSamplerWrapper):
-        chosen = chosen.dataset._sampler
+        wrapped: Any = chosen.dataset
+        chosen = wrapped._sampler
     elif isinstance(chosen, (DistributedSampler, RandomSampler)):
         chosen = SequentialSampler(data)
     if order == "random":
@@ -214,7 +215,8 @@ class FollowedStatefulLoader(FollowedLoader):
 
 def has_plain_batches(loader: object) -> bool:
     """Whether a loader makes batches of one size of the rows that a sampler chooses, as torch does by default."""
-    return isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    return plain and not has_iterable_dataset(loader)
 
 
 def follower_of(loader: object) -> Follower | None:

@@ -7,6 +7,7 @@ whole, so that an optimizer whose step looks at a whole matrix, such as Adafacto
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seq1f1b.runtime.flat_buckets import flat_buckets
+from lightning_seq1f1b.runtime.flat_buckets import FlatBucket, flat_buckets
 
 
 def share_out(
@@ -99,7 +100,8 @@ class SharedSteps:
             hook.remove()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        closure = kwargs.get("closure", args[0] if args else None)
+        itself, *positional = args
+        closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
             self._hide()
             return None
@@ -107,7 +109,7 @@ class SharedSteps:
         closure = self._hiding_after(closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
-        return (closure, *args[1:]), kwargs
+        return (itself, closure, *positional[1:]), kwargs
 
     def _hiding_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -137,6 +139,10 @@ class SharedSteps:
         hand_out(stepped, [self._owners[parameter] for parameter in stepped], self._group)
 
 
+_MAX_UNDER_WAY = 8
+"""Buckets that travel at once: enough to keep a link busy, without a second copy of many small weights."""
+
+
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters in an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -151,15 +157,23 @@ def hand_out(tensors: Sequence[Tensor], owners: Sequence[int], group: dist.Proce
         owners: the rank within the group that has the values, for each tensor.
         group: the processes.
     """
-    here, works = dist.get_rank(group), []
+    here = dist.get_rank(group)
+    under_way: deque[tuple[dist.Work | None, FlatBucket, Tensor, int]] = deque()
+
+    def end_oldest() -> None:
+        work, bucket, flat, owner = under_way.popleft()
+        assert work is not None
+        work.wait()
+        if owner != here:
+            bucket.copy_out(flat)
+
     for owner in range(dist.get_world_size(group)):
         owned = [tensor for tensor, its in zip(tensors, owners, strict=True) if its == owner]
         for bucket in flat_buckets(owned):
             flat = bucket.filled() if owner == here else bucket.empty()
             work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
-            works.append((work, bucket, flat, owner))
-    for work, bucket, flat, owner in works:
-        assert work is not None
-        work.wait()
-        if owner != here:
-            bucket.copy_out(flat)
+            under_way.append((work, bucket, flat, owner))
+            if len(under_way) > _MAX_UNDER_WAY:
+                end_oldest()
+    while under_way:
+        end_oldest()

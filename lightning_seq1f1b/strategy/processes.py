@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_seq1f1b.runtime.position import Position
 from lightning_seq1f1b.runtime.topology import Groups, Topology, connect_neighbours, make_groups
 from lightning_seq1f1b.strategy.failure import GRACE_S, FailureBoard
-from lightning_seq1f1b.strategy.meeting import open_store
 from lightning_seq1f1b.strategy.forced_end import end_at_once, wait_or_kill
+from lightning_seq1f1b.strategy.meeting import open_store
 from lightning_seq1f1b.strategy.watched_run import WatchedRun
 
 _BOARDS: list[FailureBoard] = []
@@ -52,6 +52,10 @@ class PipelineProcesses(ParallelStrategy):
         self._board: FailureBoard | None = None
         self._run: WatchedRun | None = None
         self._broken = False
+
+    def __repr__(self) -> str:
+        """What the error of `pytorch_lightning.Trainer` shows, which takes no strategy of the other namespace."""
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer (import lightning as L)>"
 
     @property
     def topology(self) -> Topology:
@@ -123,7 +127,7 @@ class PipelineProcesses(ParallelStrategy):
         if not dist.is_initialized():
             os.environ["MASTER_ADDR"] = str(self.cluster_environment.main_address)
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            store = open_store(topology.rank, topology.world_size, self._timeout)
+            store = open_store(topology.rank, topology.world_size, self._timeout + _SLACK)
             backend = self._backend or dist.get_default_backend_for_device(self.root_device.type)
             dist.init_process_group(
                 backend,
@@ -239,7 +243,8 @@ class PipelineProcesses(ParallelStrategy):
         """Go on without the other ranks, unless all of them end together."""
         if self._run is not None:
             self._run.end_exception(exception)
-            if self._run.stops_together:
+            if self._run.stops_together or self.topology.world_size == 1:
+                self._broken = False
                 return
         self._broken = True
         # A program that survives this goes on with new groups: in these, messages of the failed step may still wait.

@@ -220,10 +220,11 @@ class Seq1F1BStrategy(PipelineData):
         names = {**cut.uncut_names, **names}
         cut.uncut_names = {}
         local = dict(cut.module.named_parameters())
+        sharing = self.shard_optimizer and self.topology.num_replicas > 1
         for optimizer in self.optimizers:
-            check_optimizer(optimizer)
+            check_optimizer(optimizer, self.topology.num_stages * (self.topology.num_replicas if sharing else 1))
         self._whole_groups = [keep_local(optimizer, names, local) for optimizer in self.optimizers]
-        if self.shard_optimizer and self.topology.num_replicas > 1:
+        if sharing:
             self._owners = share_out(local, self.optimizers, self.topology.num_replicas)
             owners = {local[name]: replica for name, replica in self._owners.items()}
             self._shared_steps = [SharedSteps(each, owners, self._process_groups.replica) for each in self.optimizers]

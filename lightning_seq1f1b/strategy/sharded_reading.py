@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_seq1f1b.strategy.checkpoint_reading import read_trusted
+from lightning_seq1f1b.strategy.checksums import changed_record
 from lightning_seq1f1b.strategy.optimizers import numbered_state
 from lightning_seq1f1b.strategy.sharded_writing import LAYOUT, REST, VERSION
 
@@ -124,6 +126,7 @@ class ShardedCheckpoint:
         return tensors
 
     def _read_into(self, tensors: dict[str, Tensor]) -> None:
+        self._check_content(tensors)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         try:
             with warnings.catch_warnings():
@@ -131,7 +134,20 @@ class ShardedCheckpoint:
                 dcp.load(tensors, storage_reader=_Reader(self.path, self._metadata), planner=planner, no_dist=True)
         except dcp.CheckpointException as failed:
             error, _ = next(iter(failed.failures.values()))
-            raise ValueError(f"the sharded checkpoint {self.path} cannot be read: {error}") from error
+            if isinstance(error, OSError):
+                raise error from None
+            raise ValueError(f"the sharded checkpoint {self.path} is damaged: its tensors cannot be read") from error
+
+    def _check_content(self, names: Container[str]) -> None:
+        """Nothing of some tensors has changed since it was written."""
+        for index, stored in self._metadata.storage_data.items():
+            if index.fqn in names:
+                path = self.path / stored.relative_path
+                with path.open("rb") as file:
+                    file.seek(stored.offset)
+                    content = file.read(stored.length)
+                if changed_record(io.BytesIO(content)) is not None:
+                    raise ValueError(f"{path} is damaged: {index.fqn} has changed since it was written")
 
     def _check_files(self) -> None:
         """Every file is here and as long as what stands in it."""

@@ -58,7 +58,7 @@ class Shards:
             order: of the whole module's state dict.
             group: a CPU group of all ranks; what is no tensor goes over it to the first one.
         """
-        state, states = checkpoint["state_dict"], checkpoint.get("optimizer_states")
+        state, states = _once(checkpoint["state_dict"]), checkpoint.get("optimizer_states")
         tensors: dict[str, Any] = {"state_dict": _tensors(state)}
         others: list[dict[str, dict[str, Any]]] = []
         for index, each in enumerate(states or []):
@@ -158,6 +158,17 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         meta = super().storage_meta()
         return meta and replace(meta, checkpoint_id=None)
+
+
+def _once(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which one tensor under several names stands under the first, and the others refer to it."""
+    first: dict[tuple[Any, ...], str] = {}
+    once = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel():
+            name = first.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), key)
+            once[key] = value if name == key else SameAs(name)
+    return once
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:

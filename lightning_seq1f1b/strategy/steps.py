@@ -181,6 +181,7 @@ class PipelineSteps(PipelineCheckpoints):
         try:
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             own, copied = self._in_reducing_order()
+            self.position.enter("waiting for gradients of other stages and replicas")
             if reduces:
                 average.launch(own)
             for deliver_copied in self._delayed or ():
@@ -190,6 +191,7 @@ class PipelineSteps(PipelineCheckpoints):
         if reduces:
             average.launch(copied)
         average.finish()
+        self.position.leave()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -122,7 +122,7 @@ class PipelineStorage(PipelineProcesses):
     def teardown(self) -> None:
         """End a run, once what threads were still writing is written."""
         self._running = False
-        if not self._broken:
+        if not self._broken and self._groups is not None:
             self._finish_saving()
         super().teardown()
         try:
@@ -149,5 +149,5 @@ class PipelineStorage(PipelineProcesses):
             return io.load_checkpoint(path, weights_only=weights_only)
 
     def _check_together(self) -> None:
-        if self._broken:
+        if self._broken and self.topology.world_size > 1:
             raise RuntimeError("nothing can be saved after a failed step: the ranks stand at different places")

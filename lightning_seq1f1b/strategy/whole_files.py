@@ -29,7 +29,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the file cannot be written; whatever was under its name still is.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
     aside = beside(path, new_job())
     try:
@@ -96,9 +97,8 @@ class WholeDirectory:
 
     def make(self) -> None:
         """Make the place aside, on one rank."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
-        self.aside.mkdir()
+        self.aside.mkdir(parents=True)
         self._descriptor = os.open(self.aside, os.O_RDONLY)
         _mark_in_use(self._descriptor)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from support.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
 from lightning_seq1f1b import LongDocuments
@@ -233,3 +235,27 @@ def test_bad_rows_are_left_out_with_one_word(tokenizer, tmp_path):
 def test_numbers_out_of_range_are_refused(argument, message):
     with pytest.raises(ValueError, match=message):
         LongDocuments("a.txt", "tokenizer", **argument)
+
+
+@pytest.mark.behaviour(15)
+@pytest.mark.parametrize(
+    "order", [{}, {"shuffle": False}, {"group_by_length": True}], ids=["shuffled", "plain", "grouped"]
+)
+def test_batches_of_the_replicas_are_together_those_of_one_device(tokenizer, tmp_path, order):
+    for number in range(1, 13):
+        (tmp_path / f"{number:02}.txt").write_text(chr(ord("a") + number) * number)
+
+    def batches(replica, num_replicas):
+        data = LongDocuments(str(tmp_path / "*.txt"), tokenizer, 32, batch_size=4 // num_replicas, seed=2, **order)
+        strategy = DDPStrategy()
+        data.trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", strategy=strategy)
+        place = {"num_replicas": num_replicas, "rank": replica}
+        with mock.patch.object(DDPStrategy, "distributed_sampler_kwargs", new=place):
+            assert data.trainer.distributed_sampler_kwargs == place
+            data.setup("fit")
+            return [letters(data, [batch]) for batch in data.train_dataloader()]
+
+    one = [sorted(batch) for batch in batches(0, 1)]
+    assert len(one) == 3
+    together = [sorted(first + second) for first, second in zip(batches(0, 2), batches(1, 2), strict=True)]
+    assert together == one

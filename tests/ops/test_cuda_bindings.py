@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated_cuda import CSRC, DRIVERS, build, compiler
+from support.emulated_cuda import CSRC, DRIVERS, build_for_all, compiler
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = DRIVERS / "cuda_bindings"
@@ -21,7 +21,7 @@ TORCH = Path(torch.__file__).parent
 def bindings(tmp_path_factory) -> Path:
     """The library that registers the CUDA bindings, but for the CPU."""
     folder = tmp_path_factory.mktemp("cuda_bindings")
-    kernels = Path(build(folder, "cuda_emulation.cpp")._name)
+    kernels = Path(build_for_all(tmp_path_factory)._name)
     copy = shutil.copytree(CSRC, folder / "csrc") / "bindings" / "cuda_ops.cpp"
     source = copy.read_text()
     assert source.count("(lightning_seq1f1b, CUDA, library)") == 1
@@ -29,7 +29,15 @@ def bindings(tmp_path_factory) -> Path:
     library = folder / "bindings.so"
     command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"]
     command += [f"-I{STAND_INS}", "-isystem", str(TORCH / "include"), str(copy), str(STAND_INS / "stream.cpp")]
-    command += [str(kernels), f"-Wl,-rpath,{folder}", f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(library)]
+    command += [
+        str(kernels),
+        f"-Wl,-rpath,{kernels.parent}",
+        f"-L{TORCH / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated_cuda import CSRC, EmulatedCuda, build
+from support.emulated_cuda import CSRC, EmulatedCuda, build_for_all
 from torch import Tensor
 
 sys.path.append(str(CSRC))
@@ -26,7 +26,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="session")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> EmulatedCuda:
-    return EmulatedCuda(build(tmp_path_factory.mktemp("cuda"), "cuda_emulation.cpp"))
+    return EmulatedCuda(build_for_all(tmp_path_factory))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_seq1f1b.runtime import weight_queue
-from lightning_seq1f1b.runtime.split_backward import DeferredGradients
 from lightning_seq1f1b.runtime.position import Position
+from lightning_seq1f1b.runtime.split_backward import DeferredGradients
 from lightning_seq1f1b.runtime.weight_queue import WeightQueue
 from lightning_seq1f1b.schedule.actions import Action
 

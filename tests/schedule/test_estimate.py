@@ -269,14 +269,10 @@ def test_logits_in_slices_are_not_kept() -> None:
 
 
 def test_a_slice_is_what_the_head_makes_and_frees() -> None:
-    [_, last] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), replace(SLICED, gradient_bytes=4))
+    [_, last] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), SLICED)
     # Two bytes of logits, three times four of their softmax and its gradients, for 3 x 3 tokens.
     assert last == 3 * 3 * 1_000_000 * (2 + 3 * 4)
-    [_, summed] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), SLICED)
-    assert summed - last == 64 * 1_000_000 * (4 + 2)
-    [_, frozen] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), replace(SLICED, trainable_share=0.01))
-    assert frozen == last
-    [_, longer] = transient_bytes(LARGE, (2, 4), spans([5000, 30]), (0, 1), replace(SLICED, gradient_bytes=4))
+    [_, longer] = transient_bytes(LARGE, (2, 4), spans([5000, 30]), (0, 1), SLICED)
     assert longer == last
     [_, kept] = transient_bytes(LARGE, (2, 4), CHUNKS, (0, 1), KEPT)
     assert kept == 3 * 50 * 1_000_000 * (2 + 4)

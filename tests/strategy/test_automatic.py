@@ -136,6 +136,8 @@ def test_bytes_and_shares_come_from_the_model():
     full = training_of(model, "32-true", torch.device("cpu"))
     assert (full.weight_bytes, full.gradient_bytes, full.optimizer_bytes, full.activation_bytes) == (4, 4, 8, 4)
     assert (full.trainable_share, full.recompute) == (1, False)
+    half = training_of(tiny_model("llama", torch.float32).bfloat16(), "bf16-true", torch.device("cpu"))
+    assert (half.weight_bytes, half.gradient_bytes) == (2, 4)
     mixed = training_of(model, "bf16-mixed", torch.device("cpu"))
     assert (mixed.weight_bytes, mixed.activation_bytes) == (6, 2)
     for parameter in model.model.layers.parameters():

@@ -222,6 +222,7 @@ def test_user_hook_runs_on_all_ranks_and_writes_on_rank_0(runs):
     assert load(root / "two" / WITHIN_EPOCH)["the user's own"] == {"steps": 4}
 
 
+@pytest.mark.behaviour(33)
 def test_saved_without_the_optimizer_and_by_a_thread(runs):
     root, _ = runs
     for name in ("weights.ckpt", "later.ckpt"):

@@ -308,6 +308,7 @@ def peaks(rank: int, root: Path) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.behaviour(37)
 def test_a_rank_needs_memory_for_its_share(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 1024}
     big = tiny_model("llama", torch.float32, num_hidden_layers=12, **sizes)

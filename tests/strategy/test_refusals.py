@@ -4,16 +4,19 @@ import functools
 from dataclasses import dataclass
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from support.fitting import everywhere, fit, rows, stages
-from support.training import FineTune
+from support.training import QUIET, FineTune
 from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration
 
 from lightning_seq1f1b import Seq1F1BStrategy
+from lightning_seq1f1b.strategy.supported import check_trainer
 
 SMALL_BERT = BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8)
 
@@ -184,14 +187,20 @@ def quasi_newton():
     return {"module": QuasiNewton()}
 
 
-@refuses("does not support precision='16-mixed'; choose one of 32-true", behaviour=45)
-def half_precision_mixed():
-    return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+class Eighth(MixedPrecision):
+    def __init__(self):
+        super().__init__("bf16-mixed", "cpu")
+        self.precision = "8-mixed"
 
 
-@refuses("does not support precision='16-true'", behaviour=45)
-def half_precision():
-    return {"precision": "16-true"}
+@refuses("does not support precision='8-mixed'; choose one of 32-true", behaviour=45)
+def unknown_precision():
+    return {"plugins": [Eighth()]}
+
+
+@refuses("does not support the precision plugin FSDPPrecision; choose one of 32-true", behaviour=45)
+def anothers_precision():
+    return {"plugins": [FSDPPrecision("32-true")]}
 
 
 @refuses("Using a compiled model is incompatible with the current strategy: `Seq1F1BStrategy`", "RuntimeError", 45)
@@ -212,6 +221,15 @@ def test_refused_on_all_ranks_before_any_message(case, kind, text):
     assert first.kind == kind
     for refusal in (first, *others):
         assert (refusal.kind, refusal.text, refusal.sent) == (kind, first.text, 0)
+
+
+@pytest.mark.behaviour(45)
+def test_processes_started_by_spawn_or_fork_are_refused():
+    strategy = Seq1F1BStrategy()
+    trainer = L.Trainer(**QUIET, devices=1, strategy=strategy)
+    strategy._launcher = _MultiProcessingLauncher(strategy)
+    with pytest.raises(ValueError, match="does not support processes started by spawn or fork"):
+        check_trainer(trainer, None)
 
 
 # ---- arguments of the strategy, refused when it is made ------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seq1f1b import Seq1F1BStrategy
-from lightning_seq1f1b.registration import NAMES, register_when_lightning_loads
+from lightning_seq1f1b.registration import NAMES, REFUSED, register_when_lightning_loads
 
 MAKE_TRAINER = """
 import sys
@@ -59,6 +59,25 @@ def test_registered_names_make_the_strategy_with_its_defaults(name):
     assert isinstance(strategy, Seq1F1BStrategy)
     assert vars(strategy).keys() == vars(Seq1F1BStrategy()).keys()
     assert (strategy.num_chunks, strategy.schedule) == ("auto", "seq1f1b")
+
+
+@pytest.mark.behaviour(45)
+@pytest.mark.parametrize("name", REFUSED)
+def test_spawn_fork_and_notebooks_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"there is no strategy '{name}'.*start that, by python or torchrun"):
+        L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+
+
+@pytest.mark.behaviour(40)
+def test_the_trainer_of_the_other_namespace_names_the_right_one():
+    program = """
+import pytorch_lightning
+from lightning_seq1f1b import Seq1F1BStrategy
+pytorch_lightning.Trainer(strategy=Seq1F1BStrategy(), accelerator="cpu", devices=2, logger=False)
+"""
+    finished = python(program)
+    assert finished.returncode == 1
+    assert "strategy=<Seq1F1BStrategy for lightning.pytorch.Trainer (import lightning as L)>" in finished.stderr
 
 
 def test_registering_again_changes_nothing():

@@ -79,6 +79,7 @@ def named(value: int | Case) -> str:
     return ", ".join([model, *(str(value) for _, value in given)])
 
 
+@pytest.mark.behaviour(1)
 @pytest.mark.parametrize(
     ("num_ranks", "each"), [(num_ranks, each) for num_ranks, cases in CASES.items() for each in cases], ids=named
 )

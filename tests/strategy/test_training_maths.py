@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from support.fitting import ONE_DEVICE, TWO_STAGES, difference, everywhere, fit, fitted_weights, rows, weights
+from support.fitting import ONE_DEVICE, TWO_STAGES, difference, everywhere, fit, fitted_weights, rows, stages, weights
 from support.training import FineTune, Recorder
 from torch.utils.data import DataLoader
 
@@ -120,6 +120,11 @@ def odd_batches(where):
     return recorder.losses, weights(trainer)
 
 
+def fewer_rows_than_microbatches(where):
+    """The same in three microbatches, where a batch has as many rows."""
+    return odd_batches(where if where == ONE_DEVICE else stages(where.devices, num_microbatches=3))
+
+
 class Frozen(FineTune):
     """Trains only the parameters whose names contain one of some words."""
 
@@ -164,6 +169,7 @@ CASES = (
     half_loss,
     steps,
     odd_batches,
+    fewer_rows_than_microbatches,
     first_stage_frozen,
     last_stage_frozen,
     untrained,
@@ -225,11 +231,12 @@ def test_global_step_learning_rates_and_max_steps_equal_one_device():
 
 @pytest.mark.behaviour(9)
 @pytest.mark.behaviour(10)
-def test_batches_of_any_rows_lengths_and_supervision_equal_one_device():
-    expected_losses, expected_weights = truth(odd_batches)
-    for losses, _ in ours(odd_batches):
+@pytest.mark.parametrize("case", [odd_batches, fewer_rows_than_microbatches])
+def test_batches_of_any_rows_lengths_and_supervision_equal_one_device(case):
+    expected_losses, expected_weights = truth(case)
+    for losses, _ in ours(case):
         assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
-    assert difference(ours(odd_batches)[0][1], expected_weights) <= TOLERANCE
+    assert difference(ours(case)[0][1], expected_weights) <= TOLERANCE
 
 
 @pytest.mark.behaviour(11)

@@ -1,25 +1,36 @@
 """The promise: an unchanged module, trained over stages, has the losses, metrics and weights of one device."""
 
 import functools
+import itertools
 
 import lightning as L
 import pytest
 import torch
-from support.processes import run_processes
+from support.processes import ProcessFailedError, run_processes
 from support.training import QUIET, FineTune, Scenario, assert_same, loaders, train, train_all
 
 from lightning_seq1f1b import Seq1F1BStrategy
 
 DTYPES = {"float64": (torch.float64, "64-true", 1e-6), "float32": (torch.float32, "32-true", 5e-6)}
-CHUNKS = [(1, "even"), (3, "even"), (5, "even"), (1, "balanced"), (3, "balanced"), (5, "balanced")]
+PIECES = [
+    (1, "even", 2),
+    (3, "even", "auto"),
+    (5, "even", 1),
+    (1, "balanced", "auto"),
+    (3, "balanced", 2),
+    (5, "balanced", 5),
+]
+"""Chunks, their lengths, and microbatches of batches of three rows and of two."""
+KINDS = list(itertools.product(DTYPES, (False, True)))
+"""Types, and whether rows are padded."""
 
 
-def scenario(dtype, *, padded, chunks=1, partition="even", **strategy):
+def scenario(dtype, *, padded, chunks=1, **strategy):
     torch_dtype, precision, _ = DTYPES[dtype]
     return Scenario(
         module={"dtype": torch_dtype},
         trainer={"precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
-        strategy={"num_chunks": chunks, "partition": partition, **strategy},
+        strategy={"num_chunks": chunks, **strategy},
         padded=padded,
     )
 
@@ -29,17 +40,34 @@ def one_device(dtype, padded):
     return train(scenario(dtype, padded=padded), None)
 
 
+def pieces(dtype, padded):
+    return [
+        scenario(dtype, padded=padded, chunks=chunks, partition=partition, num_microbatches=microbatches)
+        for chunks, partition, microbatches in PIECES
+    ]
+
+
+@functools.cache
+def on_stages(num_stages):
+    """What each rank shows of all `pieces`, which share one start of the processes. An error is kept, too."""
+    every = [each for kind in KINDS for each in pieces(*kind)]
+    try:
+        return run_processes(train_all, num_stages, every, num_stages)
+    except ProcessFailedError as error:
+        return error
+
+
 @pytest.mark.behaviour(1)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("dtype", "padded"), KINDS)
 def test_equals_one_device(num_stages, dtype, padded):
-    expected = one_device(dtype, padded)
+    expected, by_rank = one_device(dtype, padded), on_stages(num_stages)
     assert expected.losses[0] > expected.losses[-1] > 0  # it does train
-    scenarios = [scenario(dtype, padded=padded, chunks=chunks, partition=partition) for chunks, partition in CHUNKS]
-    by_rank = run_processes(train_all, num_stages, scenarios, num_stages)
-    for case in range(len(scenarios)):
-        assert_same([outcomes[case] for outcomes in by_rank], expected, DTYPES[dtype][2])
+    if isinstance(by_rank, ProcessFailedError):
+        raise by_rank
+    first = KINDS.index((dtype, padded)) * len(PIECES)
+    for place in range(first, first + len(PIECES)):
+        assert_same([outcomes[place] for outcomes in by_rank], expected, DTYPES[dtype][2])
 
 
 def refit_with_a_new_model(rank):

@@ -155,8 +155,10 @@ def test_printed_config_shows_all_arguments_and_reads_again(tmp_path, capsys):
         "profile": None,
         "broadcast_batch": False,
         "evaluation_logits": False,
+        "state_dict_type": "full",
         "shard_optimizer": False,
         "trace": False,
+        "check_finite": False,
         "process_group_backend": None,
         "timeout": "0:30:00",
     }

@@ -102,6 +102,13 @@ def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
+@FORMS
+def test_a_place_below_a_file_is_told_so(tmp_path, write):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        write(tmp_path / "file" / "a", "a")
+
+
 def fill_the_disk(path: Path, said: Path) -> None:
     import torch
 

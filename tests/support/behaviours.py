@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "lightning.md"
@@ -22,7 +22,7 @@ Lightning promises much around the training step: hooks, decisions, logging, che
 This is the list of what users rely on, and for each item the tests that show it under a pipeline, usually by doing the
 same on one device or under DDP. `make behaviours` writes the page from the tests' markers.
 
-The strategy belongs to `lightning.pytorch`, so import the Trainer and your modules from there (`import lightning as L`).
+The strategy belongs to `lightning.pytorch`: import the Trainer and your modules from there (`import lightning as L`).
 `pytorch_lightning` has the same classes a second time, and its Trainer takes no strategy of the other namespace.
 """
 

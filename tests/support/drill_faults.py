@@ -11,7 +11,7 @@ from support.failing import MESSAGE
 LIMIT_S = 20.0
 """How soon after a fault everything has ended."""
 
-PATIENCE_S = 8.0
+PATIENCE_S, SCRIPT_PATIENCE_S = 8.0, 25.0
 """The strategy's timeout where a rank can only be waited for."""
 
 MOMENTS = 20
@@ -34,6 +34,7 @@ class Fault:
         limit_s: how soon all ends.
         start: how: two bare processes, as under a launcher that does not watch them, or a script that starts its
             second rank itself.
+        saves: whether the program has saved a checkpoint before.
         ends: status of the rank that fails; None where it is not known.
     """
 
@@ -48,6 +49,7 @@ class Fault:
     patience_s: float = 0.0
     limit_s: float = LIMIT_S
     start: Literal["processes", "script"] = "processes"
+    saves: bool = True
     ends: int | None = 1
 
     def expected(self, pattern: str) -> str:
@@ -55,9 +57,14 @@ class Fault:
         return pattern.replace("{rank}", str(self.rank)).replace("{stage}", str(self.rank))
 
 
-_FIRST = r"rank {rank} \(.*stage {stage}\b.*failed first"
-_GONE = r"rank {rank}\b.*(killed|gone|ended)"
-_STALLED = r"rank {rank}\b.*stage {stage}, (forward|backward) of microbatch \d+, chunk \d+"
+_WHO = r"rank {rank} \(stage {stage} of replica 0, "
+_FORWARD = _WHO + r"in the forward of microbatch 0, chunk 0\)"
+_BACKWARD = _WHO + r"in the backward of microbatch 0, chunk 2\)"
+_LOADING = _WHO + r"in the data loader\) failed first"
+_CALLBACK = _WHO + r"in FailingCallback.on_train_batch_end\) failed first"
+_GONE = r"rank {rank} \(stage {stage}\b.* gone without a word: it was killed"
+_SILENT = r"rank {rank} \(stage {stage}\b.*does not answer.*stopped"
+_STALLED = r"rank {rank} \(stage {stage}\b.*in the forward of microbatch 0, chunk 0"
 _NO_ROOM = "(No space left on device|File too large|disk is full)"
 _USERS = MESSAGE
 
@@ -65,22 +72,25 @@ _USERS = MESSAGE
 def faults() -> list[Fault]:
     """All of them, those first that take long."""
     waited = {"patience_s": PATIENCE_S, "limit_s": PATIENCE_S + LIMIT_S}
+    # A script's second rank has all to import before it meets the first one, for which that must wait as well.
+    started = {"patience_s": SCRIPT_PATIENCE_S, "limit_s": SCRIPT_PATIENCE_S + LIMIT_S, "start": "script"}
     return [
-        Fault("stopped, child", "stopped", 1, r"rank 1\b", start="script", ends=None, **waited),
-        Fault("stopped, parent", "stopped", 0, r"rank 0\b", start="script", ends=None, **waited),
+        Fault("stopped, child", "stopped", 1, _SILENT, ends=None, **started),
+        Fault("stopped, parent", "stopped", 0, _SILENT, ends=None, **started),
         Fault("stalled in forward", "stalled", 1, _STALLED, **waited),
         Fault("killed, rank 0", "killed", 0, _GONE, ends=-9),
         Fault("killed, rank 1", "killed", 1, _GONE, ends=-9),
-        Fault("exception in forward", "forward", 1, _USERS, (_FIRST,)),
-        Fault("exception in backward", "backward", 0, _USERS, (_FIRST,)),
-        Fault("exception in the loader", "loader", 1, _USERS, (_FIRST,)),
-        Fault("exception in the loader's worker", "loader's worker", 0, _USERS, (_FIRST,)),
+        Fault("exception in forward", "forward", 1, _USERS, (_FORWARD + " failed first",)),
+        Fault("exception in backward", "backward", 0, _USERS, (_BACKWARD + " failed first",)),
+        Fault("exception in the loader", "loader", 1, _USERS, (_LOADING,)),
+        Fault("exception in the loader's worker", "loader's worker", 0, _USERS, (_LOADING,)),
         Fault("worker of the loader killed", "loader's worker killed", 1, r"DataLoader worker .*(killed|exited)"),
-        Fault("exception in a callback", "callback", 1, _USERS, (_FIRST,)),
-        Fault("NaN on the first stage", "nan", 0, r"(?i)(nan|not finite).*", (r"stage 0, forward of microbatch 0",)),
-        Fault("NaN on the last stage", "nan", 1, r"(?i)(nan|not finite).*", (r"stage 1, forward of microbatch 0",)),
+        Fault("exception in a callback", "callback", 1, _USERS, (_CALLBACK,)),
+        Fault("NaN on the first stage", "nan", 0, _FORWARD + " is NaN or infinite"),
+        Fault("NaN on the last stage", "nan", 1, _FORWARD + " is NaN or infinite"),
         Fault("different data", "other data", 1, "hold different batches"),
-        Fault("fewer batches", "fewer batches", 1, r"(?i)batch", **waited),
+        Fault("fewer batches", "fewer batches", 1, r"rank 0 has 8 batches; rank 1 has 3 batches", saves=False),
+        Fault("a stream that ends early", "stream ends", 1, r"rank 0 goes on after 3 batches; rank 1 ended after 3"),
         Fault("disk full, full", "disk full", 0, _NO_ROOM, moment=0.5),
         Fault("disk full, sharded", "disk full", 1, _NO_ROOM, moment=0.5, sharded=True),
         *_damaged(),
@@ -90,12 +100,21 @@ def faults() -> list[Fault]:
 
 def _damaged() -> list[Fault]:
     names = {
-        "truncated": r"state\.ckpt.*(truncated|incomplete|damaged|not whole|unfinished)",
-        "flipped": r"state\.ckpt.*(damaged|checksum|corrupt)",
-        "foreign": r"state\.ckpt.*(not a|no) (.* )?checkpoint",
+        "truncated": r"state\.ckpt.*(is cut off|is damaged)",
+        "flipped": r"state\.ckpt.*damaged",
+        "foreign": r"state\.ckpt is no (sharded )?checkpoint",
     }
     return [
-        Fault(f"{damage} checkpoint, {kind}", "", 0, says, sharded=kind == "sharded", moment=0.6, damage=damage)
+        Fault(
+            f"{damage} checkpoint, {kind}",
+            "",
+            0,
+            says,
+            sharded=kind == "sharded",
+            moment=0.6,
+            damage=damage,
+            saves=False,
+        )
         for kind in ("full", "sharded")
         for damage, says in names.items()
     ]

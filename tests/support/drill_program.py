@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +22,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.failing import Failing, FailingCallback, fail, say_when
 from support.fitting import SHORT
-from support.resuming import Continuing
 from support.training import QUIET, FineTune, Recorder, Rows
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seq1f1b import Seq1F1BStrategy
 
@@ -78,7 +78,7 @@ def run(drill: Drill) -> None:
     if drill.checkpoint is not None and faulty:
         say_when()
     module = Failing(drill.place, drill.rank, FAILING_BATCH, **MODEL)
-    trainer.fit(module, loader(drill.place if faulty else ""), ckpt_path=drill.checkpoint)
+    trainer.fit(module, loader(drill.place, faulty), ckpt_path=drill.checkpoint)
 
 
 def go_on(rank: int, checkpoint: str | None, folder: str, devices: int = 1) -> tuple[int, list[float]]:
@@ -140,20 +140,26 @@ class FaultyRows(Rows):
         return row
 
 
-class FaultyLoader(Continuing):
-    """Says when it ends too early."""
+class Stream(IterableDataset):
+    """The same rows, of which nobody knows how many there are."""
 
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-        if len(self) < BATCHES:
+    def __init__(self, ends: bool) -> None:
+        self.rows, self.ends = FaultyRows(""), ends
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from (self.rows[index] for index in range(BATCH_SIZE * (FAILING_BATCH if self.ends else BATCHES)))
+        if self.ends:
             say_when()
 
 
-def loader(place: str = "") -> Continuing:
-    """Eight batches in order, which goes on after a resume."""
-    workers = 1 if "worker" in place else 0
-    # Rows as these would be made by the seed of `Rows`: those of a shorter loader are the same.
-    return FaultyLoader(FaultyRows(place), batch_size=BATCH_SIZE, num_workers=workers)
+def loader(place: str = "", faulty: bool = False) -> DataLoader:
+    """Eight batches in order."""
+    if place == "stream ends":
+        return DataLoader(Stream(faulty), batch_size=BATCH_SIZE)
+    if place == "fewer batches" and faulty:
+        say_when()
+    place = place if faulty else ""
+    return DataLoader(FaultyRows(place), batch_size=BATCH_SIZE, num_workers=1 if "worker" in place else 0)
 
 
 # ---- faults while saving -------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +30,19 @@ def compiler() -> str:
             "the CPU: install one (on Debian, `apt-get install g++`) or set CXX."
         )
     return found
+
+
+def build_for_all(factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The emulation with all kernels, compiled once for all tests of the run, in whatever worker of xdist."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "emulated_cuda"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        library = folder / "cuda_emulation.cpp.so"
+        return ctypes.CDLL(str(library)) if library.exists() else build(folder, "cuda_emulation.cpp")
 
 
 def build(folder: Path, driver: str, *, flags: tuple[str, ...] = (), kernels: bool = True) -> ctypes.CDLL:

@@ -22,6 +22,9 @@ from support.processes import free_port, job_environment
 STARTING_S = 120.0
 """How long a program may take before it says that it fails."""
 
+REAPED_S = 1.0
+"""How long after its end a process's status may come: when its last thread has gone."""
+
 _POLL_S = 0.05
 
 

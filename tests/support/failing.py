@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from support.fitting import SHORT
 from support.training import QUIET, FineTune, Rows
@@ -18,6 +21,7 @@ from lightning_seq1f1b import Seq1F1BStrategy
 
 MESSAGE = "the user's own mistake"
 BUSY_S = 100
+HOLDING_S = 12
 
 
 class UsersError(Exception):
@@ -53,6 +57,12 @@ def stall(*_: Any) -> None:
     """Be busy for much longer than the others wait."""
     say_when()
     time.sleep(BUSY_S)
+
+
+def run_out_of_memory(*_: Any) -> NoReturn:
+    """Raise what an accelerator does."""
+    say_when()
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def spoil(module: Any, inputs: Any, output: Any) -> Any:
@@ -101,6 +111,13 @@ class Failing(FineTune):
         layer = next(layer for layer in self.model.model.layers if any(True for _ in layer.parameters()))
         if self.at("step") or self.at("step, others busy"):
             fail()
+        elif self.place == "all others killed" and self.global_rank != self.rank:
+            die()
+        elif self.at("holds the interpreter"):
+            say_when()
+            ctypes.PyDLL(None).sleep(int(HOLDING_S))
+        elif self.at("memory"):
+            layer.mlp.register_forward_hook(run_out_of_memory)
         elif self.at("killed") or self.at("killed, others busy"):
             die()
         elif self.at("stopped"):
@@ -126,21 +143,22 @@ class FailingCallback(Callback):
 
 
 class FailingRows(Rows):
-    def __init__(self, fails: bool, count: int = 8) -> None:
+    def __init__(self, fails: bool, count: int = 8, then: Any = fail) -> None:
         super().__init__(count, length=SHORT)
-        self.fails = fails
+        self.fails, self.then = fails, then
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.fails and index == 4:
-            fail()
+            self.then()
         return super().__getitem__(index)
 
 
-def main(place: str, rank: int, world_size: int) -> None:
+def main(place: str, rank: int, world_size: int, patience_s: float = 100.0) -> None:
     """Train on so many processes; the rank fails at the place."""
-    strategy = Seq1F1BStrategy(num_chunks=3)
+    strategy = Seq1F1BStrategy(num_chunks=3, check_finite=place == "nan", timeout=timedelta(seconds=patience_s))
     trainer = L.Trainer(**QUIET, devices=world_size, strategy=strategy, max_epochs=1, callbacks=[FailingCallback()])
-    rows = FailingRows(place == "data" and trainer.global_rank == rank)
+    fails = place.startswith("data") and trainer.global_rank == rank
+    rows = FailingRows(fails, then=stall if place == "data stalls" else fail)
     trainer.fit(Failing(place, rank), DataLoader(rows, batch_size=3))
 
 

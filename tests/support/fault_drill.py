@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -12,16 +13,18 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from support.commands import ROOT
 from support.drill_faults import LIMIT_S, Fault, faults
 from support.drill_program import BATCHES, WORLD_SIZE, Drill, go_on, run
-from support.endings import Ending, await_end, end_sessions, run_to_the_end
+from support.endings import REAPED_S, Ending, await_end, end_sessions, run_to_the_end
 from support.left_behind import abandoned, of_sessions, shared_memory
 from support.processes import ProcessFailedError, run_processes
 from support.small_disk import may_mount, mount, unmount
@@ -165,7 +168,7 @@ def drill(fault: Fault, truth: Truth, folder: Path, *, small_disk: bool = False)
             program = Drill(str(saved), rank=fault.rank, sharded=fault.sharded, checkpoint=str(damaged))
         ending = _RUNS[fault.start](program, folder / "output", fault.limit_s)
         _check_ending(result, fault, ending)
-        kept = truth.folders["sharded" if fault.sharded else "full"] / "state.ckpt" if fault.damage else program.saved
+        kept = program.saved if fault.saves else truth.folders["sharded" if fault.sharded else "full"] / "state.ckpt"
         (saved / "filler").unlink(missing_ok=True)
         _check_checkpoint(result, kept, truth, folder / "afterwards")
     except Exception as error:
@@ -218,18 +221,27 @@ def damage(fault: Fault, truth: Truth, folder: Path) -> Path:
         shutil.copy(good, bad)
     parts = sorted((each for each in (bad, *bad.rglob("*")) if each.is_file()), key=lambda each: each.stat().st_size)
     content = bytearray(parts[-1].read_bytes())
-    place = int(fault.moment * len(content))
     if fault.damage == "truncated":
-        del content[place:]
+        del content[int(fault.moment * len(content)) :]
     elif fault.damage == "flipped":
-        for offset in range(64):
-            content[place + offset] ^= 0xFF
+        content[_within_a_tensor(bad, parts[-1])] ^= 1
     else:
         for part in parts[:-1]:
             part.unlink()
         content = bytearray(random.Random(fault.rank).randbytes(len(content)))
     parts[-1].write_bytes(content)
     return bad
+
+
+def _within_a_tensor(checkpoint: Path, part: Path) -> int:
+    """Place of a byte of some tensor's values, in the file of one or the largest one of many."""
+    if checkpoint.is_file():
+        with zipfile.ZipFile(part) as archive:
+            record = max(archive.infolist(), key=lambda each: each.file_size)
+            return record.header_offset + record.file_size  # beyond its header, which is shorter
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values()
+    largest = max((each for each in stored if each.relative_path == part.name), key=lambda each: each.length)
+    return largest.offset + largest.length // 2
 
 
 def _processes(program: Drill, output: Path, limit_s: float) -> Ending:
@@ -252,7 +264,9 @@ def _script(program: Drill, output: Path, limit_s: float) -> Ending:
     try:
         seconds = await_end([process.pid], output, limit_s)
         left = [f"process {pid}: {command}" for pid, command in of_sessions([process.pid]).items()]
-        status = process.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAPED_S)
+        status = process.returncode
     finally:
         end_sessions([process.pid])
         process.wait()

@@ -57,10 +57,12 @@ def run_stages(
     num_microbatches: int = 1,
     *,
     split: bool = False,
+    scale: Tensor | None = None,
 ) -> Result:
     """Every forward, then every backward, last chunk first, on all stages in turn.
 
-    With `split`, the weight gradients of linear layers are computed after all backwards of a microbatch.
+    With `split`, the weight gradients of linear layers are computed after all backwards of a microbatch. With `scale`
+    all gradients are multiplied by it, from the start.
     """
     loss = torch.zeros((), dtype=torch.float64)
     splits = {stage.index: SplitBackward(stage.linears if split else ()) for stage in stages}
@@ -82,8 +84,8 @@ def run_stages(
                 due.append(DeferredGradients())
                 with splits[stage.index].deferring(due[-1]):
                     if stage is stages[-1]:
-                        gradient = state.seed(number)
-                    roots, gradients = state.carried(number)
+                        gradient = state.seed(number, scale)
+                    roots, gradients = state.carried(number, scale)
                     torch.autograd.backward([output, *roots], [gradient, *gradients])
                 gradient = None if hidden is None else hidden.grad
         loss += states[-1].result()["loss"]

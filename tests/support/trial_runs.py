@@ -42,7 +42,8 @@ def _of_model(model: PreTrainedModel) -> Hashable:
     """Types, settings and tensors of all modules, the config, and the loss function."""
     modules = tuple((name, type(module), _settings(module)) for name, module in model.named_modules())
     tensors = tuple(
-        (name, tuple(tensor.shape), tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        (name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
     )
     return modules, tensors, _of_config(model.config), model.config._attn_implementation, model.loss_function
 
