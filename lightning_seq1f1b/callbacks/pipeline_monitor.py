@@ -108,8 +108,9 @@ class PipelineMonitor(Callback):
         self._clock.start()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What happens between epochs is no training."""
-        self._clock.interrupt()
+        """What happens between epochs is no training, nor is validation, which may come before any."""
+        if self._watched is not None:
+            self._clock.interrupt()
 
     on_validation_start = on_train_epoch_start
 

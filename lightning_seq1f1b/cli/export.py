@@ -117,7 +117,8 @@ def _read(checkpoint: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping) or not {CONFIG_KEY, "state_dict"} <= content.keys():
         raise ValueError(
             f"{checkpoint} was not written by CausalLM: it lacks the entry '{CONFIG_KEY}'. For a module of your own, "
-            "load it and call save_pretrained on its model"
+            "load it with its load_from_checkpoint (a directory after lightning-seq1f1b consolidate) and call "
+            "save_pretrained on its model"
         )
     return content
 

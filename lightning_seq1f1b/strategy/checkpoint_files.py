@@ -22,7 +22,14 @@ MOST_WAITING = 2
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Reads and writes checkpoints of both formats; what is no local path is left to Lightning's class."""
+    """Reads and writes checkpoints of both formats; what is no local path is left to Lightning's class.
+
+    Attributes:
+        verifies: whether files of full checkpoints are compared with their checksums; of processes that read the same
+            file, one is enough.
+    """
+
+    verifies = True
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -103,7 +110,9 @@ class CheckpointFiles(TorchCheckpointIO):
         safely = weights_only is None or weights_only
         if not _is_local_file_protocol(path):
             return super().load_checkpoint(path, map_location or (lambda storage, _: storage), safely)
-        return open_sharded(Path(path), safely) if Path(path).is_dir() else read_checkpoint(Path(path), safely)
+        if Path(path).is_dir():
+            return open_sharded(Path(path), safely)
+        return read_checkpoint(Path(path), safely, verify=self.verifies)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:

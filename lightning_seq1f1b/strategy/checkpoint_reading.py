@@ -19,19 +19,20 @@ _KEPT_IN_FILE = ("state_dict", "optimizer_states")
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
-def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: Path, weights_only: bool = True, *, verify: bool = True) -> dict[str, Any]:
     """The content of a checkpoint of one file. Weights and optimizer states stay in the file until they are used.
 
     Args:
         path: a local file.
         weights_only: read nothing but tensors and plain values, as `torch.load` takes it.
+        verify: see `read_trusted`.
 
     Raises:
         FileNotFoundError: there is no such file.
         pickle.UnpicklingError: it holds something else, and `weights_only`.
         ValueError: it is empty, cut off, damaged, or no checkpoint of a Trainer.
     """
-    content = read_trusted(path, weights_only)
+    content = read_trusted(path, weights_only, verify=verify)
     if not isinstance(content, Mapping) or "state_dict" not in content:
         if isinstance(content, Mapping) and content and all(isinstance(value, Tensor) for value in content.values()):
             raise ValueError(
@@ -46,8 +47,13 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
     }
 
 
-def read_trusted(path: Path, weights_only: bool) -> Any:
+def read_trusted(path: Path, weights_only: bool, *, verify: bool = True) -> Any:
     """What `torch.save` has put into a file, its tensors mapped into memory where the format can.
+
+    Args:
+        path: a local file.
+        weights_only: read nothing but tensors and plain values.
+        verify: compare all content with its checksums, which reads the whole file once.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -81,7 +87,7 @@ def read_trusted(path: Path, weights_only: bool) -> Any:
         if error.errno != errno.EINVAL:
             raise
         raise ValueError(f"{path} is cut off or damaged: its end is missing") from error  # sought before the start
-    if start.startswith(_ZIP):
+    if verify and start.startswith(_ZIP):
         with path.open("rb") as file:
             changed = changed_record(file)
         if changed is not None:

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Container, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -245,8 +246,17 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration; the first releases of Python 3.11 write `getattr` for it."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which torch does not write there")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which torch does not write there")
         return super().find_class(module, name)

@@ -56,6 +56,8 @@ class StopRequests:
         """Some rank asks for it; called on rank 0 by the watching thread."""
         if number == signal.SIGINT and self._wanted != number:
             say("interrupted: training stops at the end of this batch, on all ranks. Interrupt it again to end at once")
+        if number == signal.SIGTERM and self._wanted != number:
+            say("SIGTERM: training stops at the end of this batch, on all ranks")
         if self._wanted not in (signal.SIGINT, signal.SIGTERM):  # which end the run; others do not
             self._wanted = number
 

@@ -144,6 +144,7 @@ class PipelineStorage(PipelineProcesses):
         with failing_together(everyone, what, "rank"):
             if local and self.is_global_zero:
                 put_back(Path(path))
+        self._files.verifies = self.local_rank == 0
         with failing_together(everyone, what, "rank"):
             io = self._files if local and Path(path).is_dir() else self.checkpoint_io
             return io.load_checkpoint(path, weights_only=weights_only)

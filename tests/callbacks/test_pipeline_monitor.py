@@ -46,13 +46,20 @@ def padded(count: int) -> DataLoader:
     return DataLoader(Rows(count, padded=True, seed=1, length=LENGTH), batch_size=BATCH)
 
 
-def watched(where: Where, loader: DataLoader, folder: str | None, monitor: PipelineMonitor, **options: Any) -> dict:
+def watched(
+    where: Where,
+    loader: DataLoader,
+    folder: str | None,
+    monitor: PipelineMonitor,
+    val: DataLoader | None = None,
+    **options: Any,
+) -> dict:
     """One epoch with a monitor; what this rank has seen of it."""
     bar, recorder = Bar(), Recorder()
     loggers = [] if folder is None else [CSVLogger(folder, "csv"), TensorBoardLogger(folder, "tensorboard")]
     options = {"max_epochs": 1, "logger": loggers, "enable_progress_bar": True, **options}
     module = FineTune(num_hidden_layers=4)
-    trainer = fit(where, module, loader, callbacks=[recorder, monitor, bar], **options)
+    trainer = fit(where, module, loader, val, callbacks=[recorder, monitor, bar], **options)
     strategy = trainer.strategy
     return {
         "losses": recorder.losses,
@@ -71,19 +78,28 @@ def accumulated(where: Where, folder: str) -> dict:
     monitor = PipelineMonitor(timeline_every_n_steps=2, peak_tflops=1e-3)
     options = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "val_check_interval": 2}
     options["limit_val_batches"] = 1
-    return watched(where, padded(19), f"{folder}/accumulated", monitor, **options)
+    return watched(where, padded(19), f"{folder}/accumulated", monitor, rows(2, 2), **options)
 
 
 def without_logger(where: Where, folder: str) -> dict:
     monitor = PipelineMonitor(every_n_steps=3, timeline_every_n_steps=1)
     options = {"default_root_dir": f"{folder}/root", "num_sanity_val_steps": 1}
-    seen = watched(where, rows(9, BATCH), None, monitor, **options)
+    seen = watched(where, rows(9, BATCH), None, monitor, rows(2, 2), **options)
     unseen = fit(where, FineTune(num_hidden_layers=4), rows(9, BATCH), callbacks=[recorder := Recorder()], max_epochs=1)
     assert unseen.strategy.last_step is None
     return {**seen, "losses without": recorder.losses}
 
 
-CASES: tuple[Callable[[Where, str], dict], ...] = (plain, accumulated, without_logger)
+def validated_only(where: Where, folder: str) -> dict:
+    """A validation without a training, by a Trainer that has a monitor."""
+    strategy = Seq1F1BStrategy(**dict(where.strategy))
+    trainer = L.Trainer(**QUIET, devices=where.devices, strategy=strategy, callbacks=[PipelineMonitor()])
+    (metrics,) = trainer.validate(FineTune(num_hidden_layers=4), rows(2, 2), verbose=False)
+    return {"metrics": metrics, "left": (strategy.step_watchers, [])}
+
+
+TRAININGS: tuple[Callable[[Where, str], dict], ...] = (plain, accumulated, without_logger)
+CASES = (*TRAININGS, validated_only)
 
 
 def run_all(rank: int, folder: str) -> list[dict]:
@@ -122,11 +138,17 @@ NAMES = {
 
 
 @pytest.mark.behaviour(19)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRAININGS)
 def test_metrics_are_equal_on_all_ranks(ran: dict, case: Callable) -> None:
     first, second = ran[case]
     assert set(first["metrics"]) >= {*NAMES, "tokens/s"}
     assert first["metrics"] == second["metrics"]
+
+
+def test_a_validation_alone_is_left_as_it_is(ran: dict) -> None:
+    for seen in ran[validated_only]:
+        assert seen["metrics"].keys() == {"val_loss"}
+        assert seen["left"] == ([], [])
 
 
 def test_they_are_possible(ran: dict) -> None:

@@ -20,6 +20,7 @@ def new_mark() -> str:
     The mark is the name of an environment variable. Every descendant inherits it, whoever its parent is in the end, and
     shows it in /proc; this process itself does not, because its own environment was laid down when it started.
     """
+    forkserver.ensure_running()  # without the mark: multiprocessing keeps it until this process ends
     mark = f"SEQ1F1B_MARK_{uuid.uuid4().hex[:12]}"
     os.environ[mark] = "1"
     return mark

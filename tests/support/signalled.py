@@ -26,6 +26,8 @@ from lightning_seq1f1b import Seq1F1BStrategy
 BATCH = 1
 BATCHES = 6
 HANGS_S = 100
+NOTICED_S = 1.0
+"""Long enough for the thread that looks for signals twice a second."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,16 @@ class Signalled(FineTune):
                 fail()
             if self.case.place in ("forward", "hang"):
                 self.in_a_layer(self.hang if hangs else self.send)
+        if BATCH < batch_idx < BATCHES - 1:
+            time.sleep(NOTICED_S)  # these batches would otherwise be over first
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.at("validation") and batch_idx == 0 and not self.trainer.sanity_checking:
             self.in_a_layer(self.send)
         super().validation_step(batch, batch_idx)
+        if self.case.place == "validation" and not self.trainer.sanity_checking:
+            time.sleep(2 * NOTICED_S)
 
     def in_a_layer(self, action: Any) -> None:
         layer = next(layer for layer in self.model.model.layers if any(True for _ in layer.parameters()))
@@ -133,6 +139,8 @@ def pretend_slurm(folder: Path) -> None:
 def main(case: Signal) -> None:
     """Train; every rank leaves a report of how its training ended."""
     options: dict[str, Any] = {}
+    # A shell ignores interrupts in what it starts in the background, and Python leaves that as it finds it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if case.slurm:
         pretend_slurm(Path(case.folder))
         options["plugins"] = [SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)]
