@@ -178,7 +178,7 @@ class TakingTurns(Callback):
                 self._inside = began, now()
                 return result
 
-            pipeline.executor.run = timed  # type: ignore[assignment,method-assign]
+            pipeline.executor.run = timed  # type: ignore[assignment,method-assign]  # to time it
         return self._prepared
 
 

@@ -101,7 +101,7 @@ SUMMARIES: dict[str, type[ModelSummary]] = {"plain": ModelSummary, "rich": RichM
 
 
 def summary(kind: str, depth: int, module: str, where: Any) -> Any:
-    class Kept(SUMMARIES[kind]):  # type: ignore[misc]
+    class Kept(SUMMARIES[kind]):  # type: ignore[misc]  # a base chosen by the case
         """Keeps what it would print."""
 
         @staticmethod

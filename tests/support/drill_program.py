@@ -183,7 +183,7 @@ def watch_saves(trainer: L.Trainer, drill: Drill) -> None:
         else:
             save(*args, **options)
 
-    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]  # to act in the middle of it
 
 
 def counted(function: Callable[[], None]) -> int:

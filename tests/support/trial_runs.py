@@ -17,7 +17,7 @@ def remember_trial_runs() -> None:
 
     What is seen for the first time is run as ever, and errors are never remembered.
     """
-    split.probe = _remembered(split.probe, _of_model)  # type: ignore[attr-defined]
+    split.probe = _remembered(split.probe, _of_model)  # type: ignore[attr-defined]  # a name that split imports
     layer_shapes.count_layers = _remembered(layer_shapes.count_layers, _of_config)
 
 
